@@ -16,7 +16,7 @@ from graphs.requests import (
     validation_requests,
     widths_of,
 )
-from graphs.tasks import exploration, sampling, training
+from graphs.tasks import exploration, refills, sampling, training
 from graphs.tasks.context import RunContext, prepare
 from graphs.tasks.exploration import Candidates
 from graphs.training import add_training
@@ -203,7 +203,7 @@ def _add_scores(
         results, pool = layers.add(phase.format("decode"), iteration, calls, pool="engine", after=results), "reward"
     calls = [(sampling.score, run_dir, key) for key in results]
     if seed is not None and not config.scores_apart:
-        calls = [(sampling.score_whole, run_dir, seed, key) for key in results]
+        calls = [(refills.score_whole, run_dir, seed, key) for key in results]
     return layers.add(phase.format("score"), iteration, calls, pool=pool, after=results)
 
 

@@ -24,15 +24,14 @@ from graphs.tasks.sampling import forget_unscored
 from graphs.tasks.training import TrainingSet, means_of_validation, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
+from spotlight.plan.balance import Balance, cut_short
 from spotlight.plan.bandit import PROBE_SHARE, RECENT, affordable, captured_variance, rank_correlation
 from spotlight.plan.beliefs import Beliefs, learn
 from spotlight.plan.offload import (
     FIRST_WINDOW_S,
     FLOOR_S,
-    Balance,
     Offload,
     adapt,
-    cut_short,
     rollout_window_s,
     spot_worth_renting,
 )

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 
 from graphs.layers import Calls, Key, Layers, first_shards, other_shards, pool_of
 from graphs.requests import request_size
-from graphs.tasks import sampling, training
+from graphs.tasks import refills, training
 from graphs.tasks.context import RunContext
 from spotlight.config import Config
 from spotlight.records import Scored, Selection, WeightsRef, record
@@ -79,13 +79,13 @@ def _add_refills(
     chunks = [chunk for chunk in rolled if chunk.scores]
     if not chunks:
         return list(rolled)
-    calls: Calls = [(sampling.replace_unscored, run_dir, seed, chunk.scores, chunk.surplus) for chunk in chunks]
+    calls: Calls = [(refills.replace_unscored, run_dir, seed, chunk.scores, chunk.surplus) for chunk in chunks]
     after = [key for chunk in chunks for key in chunk.keys]
     pool = "reserved-engine" if config.reserved_computes else "engine"
     redrawn = layers.add("refill", k, calls, pool=pool, after=after)
-    calls = [(sampling.score_all, run_dir, key) for key in redrawn]
+    calls = [(refills.score_all, run_dir, key) for key in redrawn]
     scored_again = layers.add("refill-score", k, calls, pool="reward", after=redrawn)
-    calls = [(sampling.refilled, seed, chunk.scores, key) for chunk, key in zip(chunks, scored_again, strict=True)]
+    calls = [(refills.refilled, seed, chunk.scores, key) for chunk, key in zip(chunks, scored_again, strict=True)]
     after = [*chain(*(chunk.scores for chunk in chunks)), *scored_again]
     whole = iter(layers.add("refilled", k, calls, pool="head", after=after))
     return [_Rolled(scores=[next(whole)] if chunk.scores else [], surplus=[]) for chunk in rolled]

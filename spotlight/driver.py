@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cluster.start.existing import ExistingCluster
     from cluster.start.run_cluster import RunCluster
     from graphs.layers import Graph
-    from spotlight.plan.offload import Balance
+    from spotlight.plan.balance import Balance
     from spotlight.store.lease import Lease
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.timing import Denoising, Fixed, Stay
 from graphs.loop import Loop
-from graphs.tasks import exploration, sampling, training
+from graphs.tasks import exploration, refills, sampling, training
 from graphs.tasks.context import prepare
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
@@ -45,7 +45,7 @@ from spotlight.strategies import strategies
 if TYPE_CHECKING:
     from cluster.dispatch.events import WorkerPool
     from graphs.layers import Graph
-    from spotlight.plan.offload import Balance
+    from spotlight.plan.balance import Balance
 
 Learning = Literal["modelled", "real"]
 LOGGED_WORKERS = 100
@@ -287,9 +287,9 @@ class TaskTiming:
 
     def _seconds(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> float:
         durations, device = self._durations, protocol.current()
-        if function in (sampling.score, sampling.score_whole, sampling.score_all) and durations.scores_take_time:
+        if function in (sampling.score, refills.score_whole, refills.score_all) and durations.scores_take_time:
             given = _by_name(function, arguments)
-            results = given["done"] if function is sampling.score_all else [given["done"]]
+            results = given["done"] if function is refills.score_all else [given["done"]]
             drawn = [done.request for done in results if isinstance(done, Rollout)]
             unscored = [each for each in drawn if not device.has_scores(given["run_dir"], each)]
             return durations.score_s(sum(len(each.seeds) for each in unscored))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from spotlight.plan.offload import Balance
+from spotlight.plan.balance import Balance
 from spotlight.store.rows import HISTORY, VALIDATION
 from spotlight.store.rundir import RunDir
 

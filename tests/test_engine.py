@@ -25,7 +25,7 @@ from torch import Tensor
 from cluster.virtual.timing import Fixed
 from factories import answer
 from graphs.requests import candidates_for, rollout_requests, unexplored
-from graphs.tasks import sampling, training
+from graphs.tasks import refills, sampling, training
 from graphs.tasks.context import RunContext, prepare
 from graphs.tasks.seeds import candidate_seeds
 from graphs.tasks.training import TrainingSet
@@ -224,7 +224,7 @@ def test_a_missing_reward_is_replaced_by_a_fresh_seed_of_its_prompt(run: RunDir,
     assert isinstance(scored, Scored)
     failed = replace(scored, rewards=(None, *scored.rewards[1:]), errors=("out of order",))
 
-    _, fresh = sampling.refill(str(run.path), 0, failed)
+    _, fresh = refills.refill(str(run.path), 0, failed)
 
     assert fresh.request.prompt == request_.prompt
     assert len(fresh.rewards) == 1
@@ -249,28 +249,28 @@ class Picky:
 def test_a_sample_is_replaced_until_one_has_a_reward(request_: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some images never have one: the fresh seed's may not either."""
     scored = Scored(request=request_, rewards=(None, *(0.5 for _ in request_.seeds[1:])), errors=("no face",))
-    first = sampling.REFILL + (request_.seeds[0] & (sampling.REFILL - 1))
+    first = refills.REFILL + (request_.seeds[0] & (refills.REFILL - 1))
     stream = candidate_seeds(0, request_.iteration, request_.prompt, range(first, first + 5))
     bad = {*stream[:3]}
     monkeypatch.setattr(protocol, "_device", picky := Picky(bad.__contains__))
 
-    _, *fresh = sampling.refill("", 0, scored)
+    _, *fresh = refills.refill("", 0, scored)
 
     assert [each.rewards for each in fresh] == [(None,), (None,), (None,), (0.5,)]
     assert fresh[-1].request.seeds == (stream[3],)
     bad.add(stream[3])
     with pytest.raises(SpotlightError, match=r"1 of \d+ seeds .* and for those that replaced them: no face; mend"):
-        sampling.refill("", 0, scored)
+        refills.refill("", 0, scored)
     picky.fails, picky.asked = (lambda seed: True), 0
     with pytest.raises(SpotlightError, match="no face; mend the scorer"):
-        sampling.refill("", 0, replace(scored, rewards=(None,) * len(request_.seeds)))
+        refills.refill("", 0, replace(scored, rewards=(None,) * len(request_.seeds)))
     assert picky.asked == 1  # nothing has a reward: nobody waits for more
 
 
 def test_a_request_that_was_set_aside_is_replaced_as_a_whole(run: RunDir, request_: Request) -> None:
     aside = Quarantined(request=request_, preemptions=5)
 
-    nothing, fresh = sampling.refill(str(run.path), 0, aside)
+    nothing, fresh = refills.refill(str(run.path), 0, aside)
 
     assert nothing.rewards == (None,) * len(request_.seeds)
     assert len([reward for reward in fresh.rewards if reward is not None]) == len(request_.seeds)
@@ -389,11 +389,11 @@ def test_replacements_that_are_scored_elsewhere_are_those_that_are_scored_at_onc
     whole = sampling.score(str(run.path), Engine(run.path).rollout(request))
     assert isinstance(whole, Scored)
     failed = replace(whole, rewards=(None, whole.rewards[1]), errors=("it is broken",))
-    expected = [*sampling.refill(str(run.path), 0, failed), *sampling.refill(str(run.path), 0, whole)]
+    expected = [*refills.refill(str(run.path), 0, failed), *refills.refill(str(run.path), 0, whole)]
 
-    drawn = sampling.replace_unscored(str(run.path), 0, [failed, whole])
-    again = sampling.score_all(str(run.path), drawn)
-    found = sampling.refilled(0, [failed, whole], [each for each in again if isinstance(each, Scored)])
+    drawn = refills.replace_unscored(str(run.path), 0, [failed, whole])
+    again = refills.score_all(str(run.path), drawn)
+    found = refills.refilled(0, [failed, whole], [each for each in again if isinstance(each, Scored)])
 
     def rewards(results: Sequence[Scored]) -> list[tuple[int, float]]:
         pairs = (pair for each in results for pair in zip(each.request.seeds, each.rewards, strict=True))
@@ -408,7 +408,7 @@ def test_replacements_that_are_scored_elsewhere_are_those_that_are_scored_at_onc
         if isinstance(each, Scored)
     ]
     with pytest.raises(SpotlightError, match="still broken; mend the scorer"):
-        sampling.refilled(0, [failed, whole], broken)
+        refills.refilled(0, [failed, whole], broken)
 
 
 def test_latents_that_are_not_finite_are_a_missing_reward_and_never_a_score(run: RunDir, request_: Request) -> None:
@@ -591,7 +591,7 @@ def test_on_the_virtual_clock_scores_that_are_kept_take_no_time(tmp_path: Path, 
         first = timing.work(sampling.score, lambda: (run, done))
         sampling.score(run, done)
         again = timing.work(sampling.score, lambda: (run, done))
-        all_again = timing.work(sampling.score_all, lambda: (run, [done]))
+        all_again = timing.work(refills.score_all, lambda: (run, [done]))
 
     assert first == Fixed(seconds=0.5 * len(request.seeds))
     assert again == all_again == Fixed(seconds=0.0)

@@ -32,7 +32,7 @@ from graphs.iteration import (
 from graphs.layers import RESOURCES, Graph, Key
 from graphs.loop import learn_from
 from graphs.requests import candidates_for, drawn_samples, request_size, rollout_requests, unexplored
-from graphs.tasks import exploration, sampling, training
+from graphs.tasks import exploration, refills, sampling, training
 from graphs.tasks.context import RunContext
 from graphs.tasks.exploration import Candidates
 from graphs.tasks.seeds import candidate_seed
@@ -726,7 +726,7 @@ def test_exploration_is_an_ode_with_its_own_steps_and_the_weights_that_are_there
 
 
 def test_candidates_differ_between_prompts_iterations_runs_and_replacements() -> None:
-    indices = [*range(16), *range(sampling.REFILL, sampling.REFILL + 16)]
+    indices = [*range(16), *range(refills.REFILL, refills.REFILL + 16)]
 
     seeds = {
         candidate_seed(seed, iteration, prompt, index)

@@ -18,7 +18,8 @@ from spotlight import config
 from spotlight.device import protocol
 from spotlight.device.modelled import ModelledDevice
 from spotlight.device.signals import Clear, CloseExploration, signals
-from spotlight.plan.offload import Balance, Measured
+from spotlight.plan.balance import Balance
+from spotlight.plan.offload import Measured
 from spotlight.records import Dropped, GradientPart, Placement, Sample, Scored, SpotlightError, Surplus, WeightsRef
 from spotlight.store import weights
 from spotlight.store.creating import create_run

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spotlight.plan.balance import balance, cut_short
 from spotlight.plan.batching import request_seeds
 from spotlight.plan.offload import (
     FIRST_WINDOW_S,
@@ -19,8 +20,6 @@ from spotlight.plan.offload import (
     PhaseDecision,
     PhaseView,
     adapt,
-    balance,
-    cut_short,
     decide_phase,
     rollout_window_s,
     spot_worth_renting,

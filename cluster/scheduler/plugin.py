@@ -52,6 +52,7 @@ from cluster.dispatch.rules import WATCH_S, Rules
 from cluster.dispatch.snapshot import Snapshot
 from cluster.dispatch.stall import StallDetector, sentence
 from cluster.messages import BEAT, EVICTED, HEARD_OF, HOLDS, LOST_ENGINE, READY, REFUSED
+from cluster.scheduler.answers import Answers, Ready, Refusal
 from cluster.scheduler.calls import SchedulerCalls
 from cluster.scheduler.setup import configure, steady
 from cluster.scheduler.translation import STATES, STEP_S, layer_of, work_of
@@ -111,25 +112,17 @@ class DispatchPlugin(SchedulerPlugin):
         self._scheduler = scheduler
         self._dispatch = Dispatcher(self._rules)
         self._closed = self._deciding = False
+        self._answers = Answers()
+        # Apart from answers, since it is seen: also of workers that have not answered, or are no part of any run.
         self._unavailable: set[str] = set()
         """Addresses of workers that take no tasks, as the dispatcher was told."""
-        self._heads: set[str] = set()
-        """Addresses of the head workers, beside the scheduler, for tasks that only decide."""
-        self._nodes: dict[str, str] = {}
-        """{address: node} of the workers that denoise and train."""
-        self._scorers: set[str] = set()
-        """Addresses of the workers that only score."""
-        self._refused: dict[str, tuple[str, str]] = {}
-        """{address: (name, reason)} of workers that take no part, for now or for good."""
-        self._lasting: set[str] = set()
-        """Addresses of the refused workers whose reason lasts."""
         self._evicting: list[Evict] = []
         self._calls = SchedulerCalls(
             scheduler,
             self._clock,
             run=self._run,
             session=self._session,
-            members=lambda: [*self._nodes, *self._scorers, *self._heads],
+            members=lambda: self._answers.ready_in(*WORKING, "head"),
             evict=self._evicting.append,
             wake_at=self._wake_at,
         )
@@ -227,15 +220,8 @@ class DispatchPlugin(SchedulerPlugin):
         if state is None or session != self._session:
             return
         name, at_s = str(state.name), self._clock()
-        if pool == "head":
-            self._heads.add(worker)
-        elif pool == "reward":
-            self._scorers.add(worker)
-        else:
-            self._nodes[worker] = node
+        self._answers[worker] = Ready(pool=pool, node=node)
         self._heartbeats.note_ready(worker)
-        self._refused.pop(worker, None)
-        self._lasting.discard(worker)
         self._unavailable.discard(worker)  # whoever joins is taken to be available: the dispatcher is told anew
         self._tell(WorkerJoined(at_s=at_s, address=worker, name=name, pool=pool, node=node, host=host, job=job))
         self._scheduler.log_event(HEARD_OF, name)
@@ -246,22 +232,16 @@ class DispatchPlugin(SchedulerPlugin):
     def _refuse(self, worker: str, session: str, reason: str, lasts: bool, **_: Any) -> None:
         state = self._scheduler.workers.get(worker)
         if state is not None and session == self._session:
-            self._refused[worker] = (str(state.name), reason)
-            if lasts:
-                self._lasting.add(worker)
+            self._answers[worker] = Refusal(name=str(state.name), reason=reason, lasts=lasts)
             self._scheduler.log_event(HEARD_OF, str(state.name))
             self._heartbeats.note_ready(worker)
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Before a lost worker's tasks are moved: tell that it is gone; its loss is no fault of theirs."""
         if topic == "all" and isinstance(msg, dict) and msg.get("action") == "remove-worker":
+            self._answers.pop(msg["worker"], None)
             self._unavailable.discard(msg["worker"])
             self._heartbeats.forget(msg["worker"])
-            self._nodes.pop(msg["worker"], None)
-            self._scorers.discard(msg["worker"])
-            self._refused.pop(msg["worker"], None)
-            self._lasting.discard(msg["worker"])
-            self._heads.discard(msg["worker"])
             self._tell(WorkerLeft(at_s=self._clock(), address=msg["worker"], expected=bool(msg.get("expected"))))
             for key in msg.get("processing-tasks", ()):
                 if key in self._scheduler.tasks:
@@ -377,14 +357,14 @@ class DispatchPlugin(SchedulerPlugin):
     def _waits(self, now_s: float) -> str:
         now, lasts_s = self._dispatch.state.snapshot(), self._stall.lasts_s(now_s)
         said = sentence(lasts_s, self._running(now_s), missing=self._waiting_for(now), requests=now.waiting)
-        refused = "".join(f"; {name} takes no part: {reason}" for name, reason in list(self._refused.values())[:1])
-        return said + refused
+        refused = [f"; {each.name} takes no part: {each.reason}" for each in self._answers.refusals().values()]
+        return said + "".join(refused[:1])
 
     def _running(self, now_s: float) -> list[tuple[str, str, float]]:
         """``(task, worker, seconds)`` of all tasks at work, those of head workers included."""
         heads = [
             (str(task.key), str(self._scheduler.workers[address].name), self._stall.lasts_s(now_s))
-            for address in self._heads & self._scheduler.workers.keys()
+            for address in self._answers.ready_in("head").keys() & self._scheduler.workers.keys()
             for task in self._scheduler.workers[address].processing
         ]
         doing = [each for each in self._dispatch.state.doing() if each.phase]
@@ -394,8 +374,7 @@ class DispatchPlugin(SchedulerPlugin):
         """Have a worker ended that joined and does not become ready, so that another may come in its place."""
         for address, state in self._scheduler.workers.items():
             ours = any(state.resources.get(pool) for pool in WORKING)
-            ready = address in self._nodes or address in self._scorers
-            if ours and not ready and address not in self._refused:
+            if ours and address not in self._answers:
                 unready_s = self._heartbeats.overdue_s(address, silent[address])
                 if unready_s:
                     cause = f"not ready {unready_s:.0f} s after it came"
@@ -432,7 +411,7 @@ class DispatchPlugin(SchedulerPlugin):
             "running": dict(now.running),
             "waiting": now.waiting,
             "waiting_for": self._waiting_for(now),
-            "refused": dict(self._refused.values()),
+            "refused": {each.name: each.reason for each in self._answers.refusals().values()},
             "hopeless": self._hopeless(now),
             "widths": dict(now.widths),
             "preemptions": now.preemptions,
@@ -452,9 +431,10 @@ class DispatchPlugin(SchedulerPlugin):
         missing = {
             *now.waiting_for,
             *(() if "reserved" in now.pools else ("reserved",)),
-            *(() if self._heads else ("head",)),
+            *(() if self._answers.ready_in("head") else ("head",)),
         }
-        largest = max(Counter(self._nodes.values()).values(), default=0)
+        nodes = Counter(each.node for each in self._answers.ready_in("reserved", "spot").values())
+        largest = max(nodes.values(), default=0)
         narrow = [f"{now.narrowest} on one node"] if now.narrowest > largest > 0 else []
         return [*sorted(missing), *narrow]
 
@@ -464,7 +444,7 @@ class DispatchPlugin(SchedulerPlugin):
         if self._dispatch.state.outlasted:
             return self._dispatch.state.outlasted
         now_s, waiting_for = self._clock(), self._waiting_for(now)
-        busy = not self._unavailable.isdisjoint((*self._nodes, *self._scorers))  # with tasks that are not ours
+        busy = not self._unavailable.isdisjoint(self._answers.ready_in(*WORKING))  # with tasks that are not ours
         if self._stall.is_over(now_s) and not (busy or self._running(now_s)):
             if now.waiting and not waiting_for:
                 return f"{self._waits(now_s)}, and all workers are there; what was committed is kept"
@@ -476,10 +456,11 @@ class DispatchPlugin(SchedulerPlugin):
     def _refusal(self, pool: WorkerPool) -> str:
         """Why no worker of a pool can take part, if that lasts; empty if one can, or none is there."""
         there = {address for address, state in self._scheduler.workers.items() if pool in state.resources}
-        if not there or not there <= self._lasting:
+        lasting = {address: each for address, each in self._answers.refusals().items() if each.lasts}
+        if not there or not there <= lasting.keys():
             return ""
-        name, reason = self._refused[min(there)]
-        return f"no {pool} worker can take part in the run: {name}: {reason}"
+        first = lasting[min(there)]
+        return f"no {pool} worker can take part in the run: {first.name}: {first.reason}"
 
     def snapshot(self) -> Snapshot:
         """The dispatcher's state; to be asked for in the scheduler's process."""

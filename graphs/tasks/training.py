@@ -61,7 +61,7 @@ def advantage(
         std: whose spread advantages are divided by, ``train.advantage_std``.
         weights: of each reward, where their advantages are added (``train.combine = "advantages"``); empty where the
             rewards are added. Modelled rewards have no parts, so advantages are those of their sum.
-        surplus: see `replace_unscored`.
+        surplus: see `refills.replace_unscored`.
         used: samples of each prompt that are trained on; 0: all.
         filters: prompts whose samples all have the same reward will not be trained on.
     """

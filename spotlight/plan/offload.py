@@ -10,13 +10,12 @@ a reserved GPU does not train while a rollout waits that it may run.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field, replace
 from math import ceil, inf
 from typing import Literal, get_args
 
-from spotlight.records import Pool, Span, WorkerLife, base_phase, record
+from spotlight.records import Pool, record
 
 FIRST_WINDOW_S = 150.0
 FLOOR_S = 5.0
@@ -130,128 +129,6 @@ def decide_phase(view: PhaseView) -> PhaseDecision:
     closed = view.elapsed_s >= view.window_s and "spot" in view.pools and view.spot > 0
     pools: tuple[Pool, ...] = ("spot",) if closed else view.pools
     return PhaseDecision(pools=pools, trainers=tuple(pool for pool in ANYONE if not (view.waiting and pool in pools)))
-
-
-@record
-class Balance:
-    """How reserved and spot workers shared an iteration."""
-
-    measured: Measured
-    spare_s: float
-    """Worker seconds that exploration had; see the function `spare_s`, less what spot workers trained, or rolled out
-    for the next iteration."""
-    idle_s: float
-    """The part of `spare_s` that lengthened nothing. Where reserved workers alone train, it is what would be left if
-    they had begun as soon as there were samples: the iteration would have been shorter, and spot workers would have
-    done the rollouts that reserved ones did after that."""
-    work_s: float
-    """Worker seconds of the iteration's rollouts, with their scoring, and of its training."""
-    explored_s: float
-    """Worker seconds of exploration, with its scoring."""
-    train_s: float
-    """Seconds that each reserved worker trained, if they shared it evenly."""
-    reserved: int = 0
-    """Reserved GPUs alive at the end of training."""
-
-
-def spare_s(rollouts: Iterable[Span], workers: Iterable[WorkerLife], *, began_s: float, until_s: float) -> float:
-    """Worker seconds that spot workers had beside training, each from the end of its last rollout.
-
-    Args:
-        rollouts: spans of an iteration's rollouts and of their scoring.
-        workers: of all pools; those that are not alive at the end had no time.
-        began_s, until_s: when the iteration began, and when its training ended.
-    """
-    free_s: dict[str, float] = {}
-    for span in rollouts:
-        free_s[span.worker] = max(free_s.get(span.worker, began_s), span.stop_s)
-    alive = [life for life in workers if life.pool == "spot" and (life.left_s is None or life.left_s >= until_s)]
-    return sum(max(0.0, until_s - max(free_s.get(life.worker, began_s), life.joined_s)) for life in alive)
-
-
-def balance(
-    spans: Sequence[Span], workers: Iterable[WorkerLife], iteration: int, *, began_s: float, window_s: float
-) -> Balance | None:
-    """How an iteration was shared, from its recorded spans; None if it did not train.
-
-    ::
-
-        train_wait_s  = end of training - closing of the window - training since then, shared by all reserved workers,
-                        where a rollout ended after the window had closed, else 0
-        remote_wait_s = end of training - end of the last rollout or exploration of a spot worker
-        idle_s        = spare_s - (rollouts by reserved workers - reserved x first_s) (1 + spot / reserved)
-
-    Closing lasts until the last reserved worker has handed its rollout back. The first sample comes after ``first_s``,
-    or training begins then, with samples that were drawn before; until then reserved workers could not have trained.
-    Where spot workers train, too, all of ``spare_s`` is idle.
-
-    Args:
-        spans: at least those since ``began_s``; times in seconds of one clock.
-    """
-    by_phase: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        if span.start_s >= began_s and span.pool in ANYONE:
-            by_phase[base_phase(span.phase)].append(span)
-    training, rollouts, scores = (
-        [span for span in by_phase[phase] if span.iteration == iteration] for phase in ("train", "rollout", "score")
-    )
-    ahead = [span for span in (*by_phase["rollout"], *by_phase["score"]) if span.iteration > iteration]
-    if not training:
-        return None
-    trained_s = max(span.stop_s for span in training)
-    rolled_out_s = max((span.stop_s for span in rollouts), default=began_s)
-    closed_s = max([began_s + window_s, *(span.stop_s for span in rollouts if span.pool == "reserved")])
-    remote = [min(span.stop_s, trained_s) for span in (*by_phase["rollout"], *by_phase["explore"]) if _on_spot(span)]
-    lives = list(workers)
-    alive = Counter(life.pool for life in lives if life.joined_s <= trained_s < (life.left_s or inf))
-    spot = [life for life in lives if life.pool == "spot"]
-    trainers = max(1, alive["reserved"])
-    on_reserved = [span for span in training if not _on_spot(span)]
-    useful_s = sum(max(0.0, span.stop_s - max(span.start_s, closed_s)) for span in on_reserved) / trainers
-    moments = [moment for life in spot for moment in (life.joined_s, life.left_s) if moment is not None]
-    sampling = [*rollouts, *scores]
-    other_s = _worker_s(span for span in (*training, *ahead) if _on_spot(span))
-    left_s = max(0.0, spare_s(sampling, spot, began_s=began_s, until_s=trained_s) - other_s)
-    samples = [span.stop_s for span in scores or rollouts if span.outcome == "done"]
-    first_s = min([*samples, *(span.start_s for span in training)]) - began_s
-    movable_s = max(0.0, _worker_s(span for span in sampling if not _on_spot(span)) - trainers * first_s)
-    all_train = any(map(_on_spot, training))
-    return Balance(
-        measured=Measured(
-            train_wait_s=max(0.0, trained_s - closed_s - useful_s) if rolled_out_s > closed_s else 0.0,
-            remote_wait_s=trained_s - max(remote, default=trained_s),
-            rollout_s=rolled_out_s - began_s,
-            spot=alive["spot"],
-            steady=not any(began_s <= moment <= trained_s for moment in moments),
-        ),
-        spare_s=left_s,
-        idle_s=left_s if all_train else max(0.0, left_s - movable_s * (1 + alive["spot"] / trainers)),
-        work_s=_worker_s((*sampling, *training)),
-        explored_s=_worker_s((*by_phase["explore"], *by_phase["explore-score"])),
-        train_s=_worker_s(on_reserved) / trainers,
-        reserved=alive["reserved"],
-    )
-
-
-def _on_spot(span: Span) -> bool:
-    return span.pool == "spot"
-
-
-def _worker_s(spans: Iterable[Span]) -> float:
-    return sum(span.stop_s - span.start_s for span in spans)
-
-
-def cut_short(found: Balance, *, tried: int, dropped: int) -> Balance:
-    """The same balance, with the exploration that training cut short as `Measured.explore_wait_s`.
-
-    Args:
-        tried: candidates that were explored.
-        dropped: candidates that training left no time for.
-    """
-    if not (tried and found.measured.spot):
-        return found
-    wanted_s = dropped * found.explored_s / tried / found.measured.spot
-    return replace(found, measured=replace(found.measured, explore_wait_s=wanted_s))
 
 
 def spot_worth_renting(*, remote_s: float, spot: int, reserved_s: float, reserved: int, train_s: float) -> int:

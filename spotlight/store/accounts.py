@@ -32,7 +32,7 @@ from spotlight.market.ledger import (
     summed,
 )
 from spotlight.market.prices import read_prices
-from spotlight.plan.offload import Balance, balance
+from spotlight.plan.balance import Balance, balance
 from spotlight.records import Drained, Interval, Span, SpotlightError, WorkerLife, base_phase, row_of
 from spotlight.store.lines import Growing
 from spotlight.store.objects import atomic_write
