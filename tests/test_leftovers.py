@@ -298,6 +298,20 @@ with _certificates(Path({str(tmp_path / "run-1")!r})):
     assert soon_empty(lambda: list(map(str, (tmp_path / ".spotlight").iterdir()))) == []
 
 
+def test_a_path_as_long_as_can_be_does_not_keep_the_janitor_from_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    program = f"""
+import os, signal
+from cluster.start import janitor
+janitor.register("folder", "/" + "\\xe4" * 4000)  # six bytes each in JSON
+janitor.register("folder", {str(tmp_path / "gone")!r})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT)
+
+    assert soon_empty(lambda: [str(tmp_path)] * (tmp_path / "gone").exists()) == []
+
+
 def test_a_janitor_cleans_although_a_child_of_its_owner_has_its_pipe(tmp_path: Path) -> None:
     script = f"""
 import os, signal, time

@@ -21,9 +21,6 @@ CleanupItem = tuple[str, str]
 """``(kind, what)`` of what would be left: "process" (its number and when it began), "memory" (a run's, by name),
 "folder" (a path), or "half written" (the directory or URL of the run that such files belong to)."""
 
-LONGEST = 4096
-"""Most bytes of a message: a write of no more to a pipe is atomic."""
-
 
 class _Janitor:
     """The owner's end of the pipe."""
@@ -49,7 +46,7 @@ class _Janitor:
     def _send(self, *changes: tuple[bool, Iterable[CleanupItem]]) -> None:
         for there, left in changes:
             for kind, what in left:
-                os.write(self._pipe, json.dumps([there, kind, what]).encode()[:LONGEST] + b"\n")
+                os.write(self._pipe, json.dumps([there, kind, what]).encode() + b"\n")
 
 
 _janitors: list[_Janitor] = []
