@@ -564,7 +564,7 @@ def test_a_run_goes_on_without_jobs_that_always_fail_while_others_of_their_pool_
         place._job = {"pool": pool, "first": int(first), "section": SimpleNamespace(workers_per_node=1)}
         place.failure = f"{name} always fails" if name in failing else ""
     pools: Any = object.__new__(RunCluster)
-    pools.cluster, pools._needed, pools._told_of = SimpleNamespace(workers=places), ("reserved", "reward"), set()
+    pools.cluster, pools._needed, pools._reported = SimpleNamespace(workers=places), ("reserved", "reward"), set()
 
     if ends:
         with pytest.raises(SpotlightError, match="reserved-0 always fails"):
