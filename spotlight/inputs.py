@@ -140,8 +140,9 @@ def _check_tags(settings: configuration.Config) -> None:
     Raises:
         SpotlightError: a reward is for tags that no prompt has, which would count nothing.
     """
-    there = {prompt.tag for prompt in read_prompts(settings.data.train_prompts)} - {""}
-    for table in (settings.reward, *settings.reward.also):
+    tagged = [table for table in (settings.reward, *settings.reward.also) if table.tags]
+    there = {prompt.tag for prompt in read_prompts(settings.data.train_prompts)} - {""} if tagged else set()
+    for table in tagged:
         if missing := [tag for tag in table.tags if tag not in there]:
             known = ", ".join(map(repr, sorted(there)[:TAGS_SHOWN])) or "none"
             raise SpotlightError(
