@@ -39,7 +39,7 @@ from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, LOOK_S, RECORD_BYTES, Lease
 from spotlight.store.node import Node
-from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError, asked_again, told
+from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError, explaining, retried
 from spotlight.store.rows import HISTORY, SPANS
 from spotlight.store.rundir import RunDir
 from spotlight.store.zarr_store import ZarrStore
@@ -630,7 +630,7 @@ def test_a_store_is_given_up_in_time_though_one_try_takes_all_of_it(monkeypatch:
         raise GenericError("HTTP error: error sending request")
 
     with pytest.raises(GenericError):
-        asked_again(try_for_long)
+        retried(try_for_long)
 
     assert len(tries) == 1
 
@@ -655,8 +655,8 @@ def test_a_url_without_a_bucket_is_no_local_directory(tmp_path: Path, url: str) 
 def test_a_bucket_that_is_not_there_is_not_blamed_on_the_disk() -> None:
     with (
         pytest.raises(StoreError, match=r"s3://b/x: cannot be written: there is no such bucket"),
-        told("s3://b/x", "written"),
+        explaining("s3://b/x", "written"),
     ):
         raise NotFoundError("NoSuchBucket")
-    with pytest.raises(FileNotFoundError), told("s3://b/x", "read"):
+    with pytest.raises(FileNotFoundError), explaining("s3://b/x", "read"):
         raise NotFoundError("NoSuchKey")

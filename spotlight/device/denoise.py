@@ -25,7 +25,7 @@ from spotlight.device.protocol import ALONE
 from spotlight.device.residency import Residency
 from spotlight.device.sequence_parallel import Gang, GangBroken, Share
 from spotlight.device.signals import signals
-from spotlight.records import Dropped, Interrupted, Placement, Request, Rollout, Stopped, Surplus
+from spotlight.records import Dropped, Interrupted, Placement, Request, Rollout, Stopped, Surplus, record
 from spotlight.rl import flow
 from spotlight.rl.models import Conditioning
 from spotlight.store.latents import LatentStore, MissingLatents, StaleEpoch, Writer
@@ -72,6 +72,20 @@ def join_gang(
         timeout_s=JOIN_TIMEOUT_S,
         share=share,
     )
+
+
+@record
+class _Begun:
+    """Where a rank begins with a request."""
+
+    step: int
+    """Steps done."""
+    x_BNC: Tensor
+    """The latents after them."""
+    before_BNC: Tensor | None
+    """Those a step earlier, if the next step needs them."""
+    writer: Writer | None
+    """Commits steps; None on all ranks but the first, and where no step is left."""
 
 
 class Denoiser:
@@ -170,15 +184,16 @@ class Denoiser:
         text = self._resident.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
         with ExitStack() as stack:
             gang = stack.enter_context(self._gang_of(request, place)) if place.width > 1 else None
-            first, x_BNC, before_BNC, writer = self._begin(request, place, gang, stack, resume=resume)
+            begun = self._begin(request, place, gang, stack, resume=resume)
+            x_BNC, writer = begun.x_BNC, begun.writer
             if self._resident.captures and not gang:
                 stack.enter_context(self._resident.model.capturing())
             step_s = self._pace.step_s(len(request.seeds), place.width)
             before: flow.Pass | None = None
-            if before_BNC is not None:
+            if begun.before_BNC is not None:
                 with self._pace.lasting(step_s, partial(self._raise_if_called_off, request, place)):
-                    before = self._pass(request, first - 1, before_BNC, text)
-            for step in range(first, request.steps):
+                    before = self._pass(request, begun.step - 1, begun.before_BNC, text)
+            for step in range(begun.step, request.steps):
                 reason = self._agree(request, place, gang)
                 if reason:
                     return Dropped(reason=reason)
@@ -193,7 +208,7 @@ class Denoiser:
                 if writer:
                     writer.wait()
                 gang.agree(GO_ON)  # a barrier: a finished shard never runs again, so the last commit comes first
-        return Surplus() if place.rank else self._rolled_out(request, resumed=first)
+        return Surplus() if place.rank else self._rolled_out(request, resumed=begun.step)
 
     def _gang_of(self, request: Request, place: Placement) -> Gang:
         xfuser = self._resident.sp_backend == "xfuser"
@@ -217,13 +232,8 @@ class Denoiser:
 
     def _begin(
         self, request: Request, place: Placement, gang: Gang | None, stack: ExitStack, *, resume: bool
-    ) -> tuple[int, Tensor, Tensor | None, Writer | None]:
-        """The first rank finds where to go on and takes the request over; all ranks get its latents.
-
-        Returns:
-            Steps done, the latents after them, those a step earlier if the next step needs them, and the writer that
-            commits steps; None on the other ranks, and where no step is left.
-        """
+    ) -> _Begun:
+        """The first rank finds where to go on and takes the request over; all ranks get its latents."""
         first, x_BNC, writer = 0, self._initial(request), None
         before_BNC = x_BNC
         if place.rank == 0 and resume and self._is_done(request):
@@ -239,8 +249,9 @@ class Denoiser:
             first = int(gang.broadcast(torch.tensor([float(first)]))[0])
             x_BNC = gang.broadcast(x_BNC)
         if not request.looks_back or first in (0, request.steps):
-            return first, x_BNC, None, writer
-        return first, x_BNC, gang.broadcast(before_BNC) if gang else before_BNC, writer
+            return _Begun(step=first, x_BNC=x_BNC, before_BNC=None, writer=writer)
+        before_BNC = gang.broadcast(before_BNC) if gang else before_BNC
+        return _Begun(step=first, x_BNC=x_BNC, before_BNC=before_BNC, writer=writer)
 
     def _agree(self, request: Request, place: Placement, gang: Gang | None) -> str | None:
         """Agree, before a step, whether all ranks take it: None if they do, the reason if the request is dropped."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import inf
 
 from spotlight.plan.offload import ANYONE, Measured
 from spotlight.records import Pool, Span, WorkerLife, base_phase, record
@@ -115,7 +114,7 @@ def _recorded(spans: Iterable[Span], workers: Sequence[WorkerLife], iteration: i
     if not training:
         return None
     trained_s = max(span.stop_s for span in training)
-    alive = Counter(life.pool for life in workers if life.joined_s <= trained_s < (life.left_s or inf))
+    alive = Counter(life.pool for life in workers if life.joined_s <= trained_s and _stayed_until(trained_s, life))
     return Recorded(
         began_s=began_s,
         trained_s=trained_s,
@@ -168,7 +167,7 @@ def spare_s(seen: Recorded) -> float:
     free_s: dict[str, float] = {}
     for span in seen.sampling:
         free_s[span.worker] = max(free_s.get(span.worker, seen.began_s), span.stop_s)
-    stayed = [life for life in seen.spot_lives if life.left_s is None or life.left_s >= seen.trained_s]
+    stayed = [life for life in seen.spot_lives if _stayed_until(seen.trained_s, life)]
     had_s = sum(max(0.0, seen.trained_s - max(free_s.get(life.worker, seen.began_s), life.joined_s)) for life in stayed)
     return max(0.0, had_s - _worker_s(_on("spot", (*seen.training, *seen.ahead))))
 
@@ -203,6 +202,11 @@ def cut_short(found: Balance, *, tried: int, dropped: int) -> Balance:
         return found
     wanted_s = dropped * found.explored_s / tried / found.measured.spot
     return replace(found, measured=replace(found.measured, explore_wait_s=wanted_s))
+
+
+def _stayed_until(moment_s: float, life: WorkerLife) -> bool:
+    """Whether a worker had not left by then; one that leaves at the very moment had."""
+    return life.left_s is None or life.left_s > moment_s
 
 
 def _on(pool: Pool, spans: Iterable[Span]) -> list[Span]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import html
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from string import Template
@@ -265,7 +265,7 @@ def _cards(facts: Facts) -> str:
         (
             "Wall time",
             _duration(known["wall_s"]),
-            f"first image after {_duration(known['first_image_s'])}{_paused(facts)}",
+            "; ".join(_about_time(known["first_image_s"], facts)),
         ),
         ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations:,} asked for"),
         (
@@ -286,10 +286,12 @@ def _reserved_too(lost: Mapping[str, int]) -> str:
     return f"; {lost['reserved']} reserved, too" if lost["reserved"] else ""
 
 
-def _paused(facts: Facts) -> str:
-    """Time lost in pauses of the run, as text; empty if there was none."""
-    lost = facts.curve("paused_s")
-    return "" if lost is None else f"; {_duration(float(lost.sum()))} of it lost: the run was paused"
+def _about_time(first_image_s: float | None, facts: Facts) -> Iterator[str]:
+    """When there was a first image, if that is known, and the time lost in pauses of the run, if there was any."""
+    if first_image_s is not None:
+        yield f"first image after {_duration(first_image_s)}"
+    if (lost := facts.curve("paused_s")) is not None:
+        yield f"{_duration(float(lost.sum()))} of it lost: the run was paused"
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

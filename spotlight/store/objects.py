@@ -221,16 +221,16 @@ class BucketObjects:
     def get(self, key: str) -> bytes | None:
         import obstore
 
-        with told(self.where(key), "read"), contextlib.suppress(FileNotFoundError):
-            return asked_again(lambda: bytes(obstore.get(self._store, key).bytes()))
+        with explaining(self.where(key), "read"), contextlib.suppress(FileNotFoundError):
+            return retried(lambda: bytes(obstore.get(self._store, key).bytes()))
         return None
 
     def put(self, key: str, content: bytes | Iterable[memoryview], *, durable: bool = True) -> None:
         import obstore
 
         whole = content if isinstance(content, bytes) else b"".join(content)
-        with told(self.where(key), "written"):
-            asked_again(lambda: obstore.put(self._store, key, whole))
+        with explaining(self.where(key), "written"):
+            retried(lambda: obstore.put(self._store, key, whole))
 
     @contextlib.contextmanager
     def opened(self, key: str, start: int, size: int) -> Iterator[BinaryIO]:
@@ -240,9 +240,9 @@ class BucketObjects:
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
-        with told(self.where(key), "written"):
+        with explaining(self.where(key), "written"):
             try:
-                asked_again(lambda: obstore.put(self._store, key, content, mode="create"))
+                retried(lambda: obstore.put(self._store, key, content, mode="create"))
             except AlreadyExistsError:  # perhaps by this call's first try, whose answer was lost
                 return self.get(key) == content
             return True
@@ -253,23 +253,23 @@ class BucketObjects:
     def sizes(self, prefix: str) -> dict[str, int]:
         import obstore
 
-        with told(self.where(prefix), "listed"):
-            found = asked_again(lambda: [meta for batch in obstore.list(self._store, prefix) for meta in batch])
+        with explaining(self.where(prefix), "listed"):
+            found = retried(lambda: [meta for batch in obstore.list(self._store, prefix) for meta in batch])
         return {meta["path"]: meta["size"] for meta in sorted(found, key=lambda meta: meta["path"])}
 
     def size(self, key: str) -> int | None:
         import obstore
 
-        with told(self.where(key), "read"), contextlib.suppress(FileNotFoundError):
-            return asked_again(lambda: int(obstore.head(self._store, key)["size"]))
+        with explaining(self.where(key), "read"), contextlib.suppress(FileNotFoundError):
+            return retried(lambda: int(obstore.head(self._store, key)["size"]))
         return None
 
     def delete(self, *keys: str) -> None:
         import obstore
 
         for key in keys:
-            with told(self.where(key), "deleted"), contextlib.suppress(FileNotFoundError):
-                asked_again(partial(obstore.delete, self._store, key))
+            with explaining(self.where(key), "deleted"), contextlib.suppress(FileNotFoundError):
+                retried(partial(obstore.delete, self._store, key))
 
     def delete_below(self, prefix: str) -> None:
         self.delete(*self.sizes(prefix))
@@ -278,8 +278,8 @@ class BucketObjects:
         import obstore
 
         def read(_: str, offset: int, length: int) -> bytes:
-            with told(self.where(key), "read"):
-                return asked_again(lambda: bytes(obstore.get_range(self._store, key, start=offset, length=length)))
+            with explaining(self.where(key), "read"):
+                return retried(lambda: bytes(obstore.get_range(self._store, key, start=offset, length=length)))
 
         return read
 
@@ -309,7 +309,7 @@ def check_reach(url: str) -> None:
         store = object_store(url, FIRST_RETRY_S)
         import obstore
 
-        with told(url, "read"), contextlib.suppress(FileNotFoundError):
+        with explaining(url, "read"), contextlib.suppress(FileNotFoundError):
             obstore.head(store, "config.toml")
         _reached.add(bucket)
 
@@ -342,7 +342,7 @@ def object_store(url: str, retry_s: float = RETRY_S) -> Any:
         ) from None
 
 
-def asked_again(ask: Callable[[], T]) -> T:
+def retried(ask: Callable[[], T]) -> T:
     """Run an operation of a store, and repeat it while the connection breaks.
 
     obstore does not repeat what may have been done already; what is run here may be done twice.
@@ -376,7 +376,7 @@ def is_broken_line(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def told(where: str, done: str) -> Iterator[None]:
+def explaining(where: str, done: str) -> Iterator[None]:
     """Turn obstore's errors into one sentence that says which object could not be read or written, and why.
 
     Raises:

@@ -37,11 +37,11 @@ from spotlight.records import SpotlightError
 from spotlight.store.objects import (
     FIRST_RETRY_S,
     RETRY_S,
+    explaining,
     first_line,
     is_broken_line,
     object_store,
     pauses_s,
-    told,
 )
 
 S = TypeVar("S")
@@ -74,7 +74,7 @@ class ZarrStore:
         """
         self.url, self._retry_s = url, retry_s
         self._store = _open(url, retry_s)
-        self._told = told if isinstance(self._store, ObjectStore) else _as_it_is
+        self._explaining = explaining if isinstance(self._store, ObjectStore) else _as_it_is
 
     async def get(self, key: str) -> bytes | None:
         """The bytes of a key; None if it is not there."""
@@ -107,9 +107,9 @@ class ZarrStore:
         await self._ask(prefix, "deleted", lambda: self._store.delete_dir(prefix))
 
     async def _ask(self, key: str, done: str, ask: Callable[[], Awaitable[T]]) -> T:
-        """Run an operation of the store, and repeat it while the connection breaks, as `asked_again` does."""
+        """Run an operation of the store, and repeat it while the connection breaks, as `objects.retried` does."""
         pauses = pauses_s(self._retry_s)
-        with self._told(f"{self.url}/{key}", done):
+        with self._explaining(f"{self.url}/{key}", done):
             while True:
                 try:
                     return await ask()
