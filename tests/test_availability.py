@@ -37,9 +37,11 @@ def test_pools_with_made_up_traces_lose_other_places_at_other_moments() -> None:
     assert reserved != spot
 
 
-def test_a_made_up_trace_goes_on_for_a_day_however_fast_it_goes_by() -> None:
-    assert made_up_s(pool(speedup=3000)) == DAY_S
+def test_a_made_up_trace_goes_on_for_a_day_unless_that_would_take_for_ever_to_make() -> None:
     assert made_up_s(pool()) == 30 * DAY_S
+    assert made_up_s(pool(speedup=20)) == 1.5 * DAY_S
+    assert made_up_s(pool(speedup=400)) == DAY_S
+    assert made_up_s(pool(speedup=1e6)) == 36
 
 
 def test_without_a_trace_everybody_stays() -> None:

@@ -93,7 +93,8 @@ class PoolSection(Section):
     speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
     """The trace runs this many times as fast."""
     trace_model: Literal["", "bursty", "calm", "collapsing"] = ""
-    """Instead of a file: a synthetic trace of 30 days, drawn by ``run.seed``; see `market.trace_models`."""
+    """Instead of a file: a synthetic trace, drawn by ``run.seed``; see `market.trace_models`. It has 30 days, or with a
+    ``speedup`` above 30 as many as a run of a day needs, 417 at most; then the workers of its end stay."""
     trace_share: float = Field(1.0, gt=0, le=1)
     """Share of the file's instances that are used, drawn by ``run.seed``."""
     trace_offset_h: float = Field(0.0, ge=0, le=1e5)

@@ -14,12 +14,14 @@ from spotlight.market.traces import SECONDS_PER_H, Switches, Trace
 MADE_UP_S = 30 * 24 * SECONDS_PER_H
 """Length of a made-up trace, in its own time; the workers at its end stay."""
 LONGEST_RUN_S = 24 * SECONDS_PER_H
-"""The least length of a made-up trace, in the run's time."""
+"""The least length of a made-up trace, in the run's time, if that is at most `MADE_UP_MAX_S` in its own."""
+MADE_UP_MAX_S = 10_000 * SECONDS_PER_H
+"""It has some 130,000 losses and returns, and is made in a second."""
 
 
 def made_up_s(pool: PoolSection) -> float:
     """How long a pool's made-up trace must last, in the run's time."""
-    return max(MADE_UP_S / pool.speedup, LONGEST_RUN_S)
+    return max(MADE_UP_S / pool.speedup, min(LONGEST_RUN_S, MADE_UP_MAX_S / pool.speedup))
 
 
 def pool_switches(
