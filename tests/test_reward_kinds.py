@@ -420,9 +420,24 @@ class OneEnded(Endless):
     range = (0.0,)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("name", ["Same", "Endless", "OneEnded"])
-def test_a_scorer_whose_range_is_none_is_refused(name: str) -> None:
-    with pytest.raises(SpotlightError, match=r"its range .* must be the least score and a larger one, both finite"):
+class Downwards(Mean):
+    """Would be planned for upside down."""
+
+    usual = (200.0, 100.0)
+
+
+class OneUsual(Mean):
+    usual = 100.0  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute"),
+    [("Same", "range"), ("Endless", "range"), ("OneEnded", "range"), ("Downwards", "usual"), ("OneUsual", "usual")],
+)
+def test_a_scorer_whose_range_is_none_is_refused(name: str, attribute: str) -> None:
+    with pytest.raises(
+        SpotlightError, match=rf"its {attribute} .* must be the least score and a larger one, both finite"
+    ):
         build(RewardSection(name=f"{__name__}:{name}"))
 
 
@@ -483,15 +498,16 @@ def test_a_table_with_tags_scores_prompts_with_these_alone() -> None:
         scorer.check_prompt(tagged("text", "no text in quotes"))
 
 
-def test_too_many_rewards_of_a_table_with_tags_are_missing_rewards() -> None:
+def test_too_many_rewards_of_a_table_with_tags_are_missing_rewards(caplog: pytest.LogCaptureFixture) -> None:
     class TwoEach(Scorer):
         def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
             return [0.5, 0.5] * len(prompts)
 
-    values, errors = score(Tagged(TwoEach(), ["a"]), GREY[:1], [tagged("a")], attempts=1)
+    values, errors = score(Tagged(TwoEach(), ["a"]), GREY[:2], [tagged("a")] * 2, attempts=1)
 
-    assert values == [None]
+    assert values == [None, None]
     assert "returned 2 rewards for 1 images" in errors[0]
+    assert any(message.startswith("the reward TwoEach failed for several images") for message in caplog.messages)
 
 
 @pytest.mark.parametrize(("tag", "says"), [("other", "it has the tag 'other'"), ("", "it has no tag")])
