@@ -175,6 +175,25 @@ def dogs(count: int, tag: str = "two_object") -> Prompt:
     return Prompt(id=0, text="dogs", metadata=json.dumps(include({"class": "dog", "count": count}, tag=tag)))
 
 
+@pytest.mark.parametrize("found", [[thing(0, 0)], {"dog": [(0, 0, 10, 10, 0.95)]}, {"dog": [{"box": [0, 0, 9, 9]}]}])
+def test_what_is_no_answer_of_a_detector_is_shown_with_what_one_is(found: Any) -> None:
+    def detector(image_HWC: NDArray[np.uint8], classes: Sequence[str]) -> Any:
+        return found
+
+    missing, (error,) = score(GenEvalScorer(detector), np.zeros((1, 1, 1, 3), np.uint8), [dogs(1)], attempts=1)
+
+    assert missing == [None]
+    assert "the detector returned " in error
+    assert '{"bench": [{"box": [x0, y0, x1, y1], "score": 0.95, "color": "red"}' in error
+
+
+def test_a_detector_that_cannot_be_called_is_refused() -> None:
+    nothing: Any = object()
+
+    with pytest.raises(SpotlightError, match=r"the detector object finds nothing: give it __call__"):
+        GenEvalScorer(nothing)
+
+
 def test_the_scorer_takes_what_is_asked_for_from_the_prompt_and_counts_only_what_is_certain() -> None:
     images = np.array([0, 1, 2, 4], dtype=np.uint8).reshape(4, 1, 1, 1).repeat(3, -1)
 
