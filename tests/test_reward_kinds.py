@@ -529,7 +529,7 @@ def test_too_many_rewards_of_a_table_with_tags_are_missing_rewards(caplog: pytes
     assert any(message.startswith("the reward TwoEach failed for several images") for message in caplog.messages)
 
 
-@pytest.mark.parametrize(("tag", "says"), [("other", "it has the tag 'other'"), ("", "it has no tag")])
+@pytest.mark.parametrize(("tag", "says"), [("other", "it has the tag 'other'"), ("", "it has no tag that is a text")])
 def test_a_prompt_that_no_table_is_for_is_refused(tag: str, says: str) -> None:
     with pytest.raises(SpotlightError, match=says):
         build(TAGGED).check_prompt(tagged(tag))

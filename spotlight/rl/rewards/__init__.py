@@ -448,7 +448,7 @@ def _check_is_scored(prompt: Prompt, scorers: Sequence[Scorer]) -> None:
         SpotlightError: all of them are for prompts with other tags.
     """
     if not any(not isinstance(scorer, Tagged) or scorer.counts(prompt) for scorer in scorers):
-        has = f"the tag {prompt.tag!r}" if prompt.tag else "no tag"
+        has = f"the tag {prompt.tag!r}" if prompt.tag else "no tag that is a text"
         raise SpotlightError(
             f"nothing scores this prompt: it has {has}, and all [[reward]] tables are for others; give its line one of "
             'theirs ({"prompt": "...", "tag": "..."}), or a table this one (reward.tags)'
