@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -35,6 +35,7 @@ def check_inputs(
     live: bool = True,
     joins: bool = False,
     begun: bool = False,
+    logged: Container[str] = (),
 ) -> None:
     """Check all that could stop the run once its cluster is up; doubtful settings are logged.
 
@@ -43,9 +44,11 @@ def check_inputs(
         live: whether the run will have workers.
         joins: whether those are of an existing cluster.
         begun: whether the run has its first weights, so that it no longer needs the LoRA to start from.
+        logged: doubts that were logged before.
     """
     for doubt in settings.doubts:
-        logger.warning("%s", doubt)
+        if doubt not in logged:
+            logger.warning("%s", doubt)
     data, model = settings.data, settings.model
     now_s = wall_clock()
     for name, price in pool_prices(settings).items():

@@ -115,8 +115,10 @@ def simulate(
         else:
             others.append((name, each))
     runs = [(first, config), *others]
+    logged = set[str]()
     for _, each in runs:  # at once, for a run may take hours
-        check_inputs(each, with_model=learning == "real", live=False)
+        check_inputs(each, with_model=learning == "real", live=False, logged=logged)
+        logged.update(each.doubts)
     return (Simulation(name, each, learning, follow).go(report=report) for name, each in runs)
 
 

@@ -28,8 +28,9 @@ from batches import (
     make_trainer,
     weights_of,
 )
+from spotlight.config import TrainSection
 from spotlight.plan.stochastic_steps import stochastic_steps
-from spotlight.rl.algorithms import Rows, TrainingBatch
+from spotlight.rl.algorithms import Rows, TrainingBatch, objective
 from spotlight.rl.algorithms.noising import noised
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import clipped_objective, dpo_loss, guarded_log_ratio, matching_log_prob
@@ -308,3 +309,10 @@ def matching(model: TinyText, batch: TrainingBatch) -> Tensor:
         v = model.velocity(at.x_RNC, at.sigma_R, batch.conditioning, guidance=1.0, **SIZE)
         errors.append((v - (at.noise_RNC - at.clean_RNC)).square().mean(dim=(1, 2)))
     return torch.stack(errors).mean(0)
+
+
+def test_an_algorithm_without_a_case_is_not_taken_for_another() -> None:
+    settings, model = TrainSection().model_copy(update={"algorithm": "mine"}), make_model()
+
+    with pytest.raises(AssertionError, match="mine"):
+        objective(model, settings, make_batch(model), seed=0, iteration=0, old=None)

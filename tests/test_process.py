@@ -449,7 +449,7 @@ def test_scoring_that_takes_too_long_leaves_its_samples_without_a_reward(
 
     assert isinstance(scored, Scored)
     assert scored.rewards == (None,) * len(request.seeds)
-    assert "longer than 5 s" in scored.errors[0]
+    assert "longer than 5 s (reward.limit_s)" in scored.errors[0]
     assert (limits, told) == ([5.0], [LOST_ENGINE])
 
 

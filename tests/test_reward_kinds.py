@@ -175,6 +175,25 @@ def dogs(count: int, tag: str = "two_object") -> Prompt:
     return Prompt(id=0, text="dogs", metadata=json.dumps(include({"class": "dog", "count": count}, tag=tag)))
 
 
+@pytest.mark.parametrize("found", [[thing(0, 0)], {"dog": [(0, 0, 10, 10, 0.95)]}, {"dog": [{"box": [0, 0, 9, 9]}]}])
+def test_what_is_no_answer_of_a_detector_is_shown_with_what_one_is(found: Any) -> None:
+    def detector(image_HWC: NDArray[np.uint8], classes: Sequence[str]) -> Any:
+        return found
+
+    missing, (error,) = score(GenEvalScorer(detector), np.zeros((1, 1, 1, 3), np.uint8), [dogs(1)], attempts=1)
+
+    assert missing == [None]
+    assert "the detector returned " in error
+    assert '{"bench": [{"box": [x0, y0, x1, y1], "score": 0.95, "color": "red"}' in error
+
+
+def test_a_detector_that_cannot_be_called_is_refused() -> None:
+    nothing: Any = object()
+
+    with pytest.raises(SpotlightError, match=r"the detector object finds nothing: give it __call__"):
+        GenEvalScorer(nothing)
+
+
 def test_the_scorer_takes_what_is_asked_for_from_the_prompt_and_counts_only_what_is_certain() -> None:
     images = np.array([0, 1, 2, 4], dtype=np.uint8).reshape(4, 1, 1, 1).repeat(3, -1)
 
@@ -420,9 +439,24 @@ class OneEnded(Endless):
     range = (0.0,)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("name", ["Same", "Endless", "OneEnded"])
-def test_a_scorer_whose_range_is_none_is_refused(name: str) -> None:
-    with pytest.raises(SpotlightError, match=r"its range .* must be the least score and a larger one, both finite"):
+class Downwards(Mean):
+    """Would be planned for upside down."""
+
+    usual = (200.0, 100.0)
+
+
+class OneUsual(Mean):
+    usual = 100.0  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute"),
+    [("Same", "range"), ("Endless", "range"), ("OneEnded", "range"), ("Downwards", "usual"), ("OneUsual", "usual")],
+)
+def test_a_scorer_whose_range_is_none_is_refused(name: str, attribute: str) -> None:
+    with pytest.raises(
+        SpotlightError, match=rf"its {attribute} .* must be the least score and a larger one, both finite"
+    ):
         build(RewardSection(name=f"{__name__}:{name}"))
 
 
@@ -483,18 +517,19 @@ def test_a_table_with_tags_scores_prompts_with_these_alone() -> None:
         scorer.check_prompt(tagged("text", "no text in quotes"))
 
 
-def test_too_many_rewards_of_a_table_with_tags_are_missing_rewards() -> None:
+def test_too_many_rewards_of_a_table_with_tags_are_missing_rewards(caplog: pytest.LogCaptureFixture) -> None:
     class TwoEach(Scorer):
         def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
             return [0.5, 0.5] * len(prompts)
 
-    values, errors = score(Tagged(TwoEach(), ["a"]), GREY[:1], [tagged("a")], attempts=1)
+    values, errors = score(Tagged(TwoEach(), ["a"]), GREY[:2], [tagged("a")] * 2, attempts=1)
 
-    assert values == [None]
+    assert values == [None, None]
     assert "returned 2 rewards for 1 images" in errors[0]
+    assert any(message.startswith("the reward TwoEach failed for several images") for message in caplog.messages)
 
 
-@pytest.mark.parametrize(("tag", "says"), [("other", "it has the tag 'other'"), ("", "it has no tag")])
+@pytest.mark.parametrize(("tag", "says"), [("other", "it has the tag 'other'"), ("", "it has no tag that is a text")])
 def test_a_prompt_that_no_table_is_for_is_refused(tag: str, says: str) -> None:
     with pytest.raises(SpotlightError, match=says):
         build(TAGGED).check_prompt(tagged(tag))

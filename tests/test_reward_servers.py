@@ -121,6 +121,18 @@ def test_what_a_server_refuses_is_asked_once_more_image_by_image_and_then_missin
     assert [len(payload["prompts"]) for _, payload, _ in server.asked] == [4, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "http://", "http://a:b", "https://a b", "http://a/b c"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(SpotlightError, match=r"reward\.url = .*: give the server's address, such as http://127"):
+        HttpScorer(url)
+
+
+def test_an_address_with_a_password_is_refused_and_not_shown() -> None:
+    with pytest.raises(SpotlightError, match="take a key from SPOTLIGHT_REWARD_KEY") as raised:
+        HttpScorer("http://me:secret@scores:8000")
+    assert "secret" not in str(raised.value)
+
+
 LIES = {
     "too few": {"rewards": []},
     "too many": {"rewards": [0.5] * 9},

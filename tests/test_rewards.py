@@ -323,6 +323,8 @@ def test_rewards_may_be_numbers_of_any_library(returned: Any) -> None:
     [
         (None, "None, which is no list"),
         (["a"], "'a', which is no number"),
+        ([float("nan")], "nan, which is no finite number; where an image has no reward, raise an error"),
+        ([10**400], "its rewards are to lie in [0.0, 1.0]"),
         ({0: 0.5}, "which is no list"),
         ({0.5}, "which is no list"),
         (b"\x01", "which is no list"),

@@ -54,8 +54,9 @@ def test_a_module_that_begins_a_run_as_it_is_imported_begins_none(modules: Path)
     begin = f"\nfrom spotlight.run import Run\nRun({str(settings)!r}, ['reward.name=looping:R']).start()\n"
     (modules / "looping.py").write_text(SCORER + begin)
 
-    with pytest.raises(SpotlightError, match=r"looping begins a run as it is imported.*__main__"):
+    with pytest.raises(SpotlightError, match=r"looping begins a run as it is imported.*__main__") as raised:
         Run(settings, ["reward.name=looping:R"])
+    assert "PYTHONPATH" not in str(raised.value)  # the module was found
 
     assert not list(modules.glob("run-*"))
 

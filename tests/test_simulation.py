@@ -330,6 +330,15 @@ def test_what_any_strategy_lacks_is_told_before_the_first_is_run(tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_doubt_about_all_strategies_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = settings_file(tmp_path)
+    settings.write_text(settings.read_text() + '\n[simulation.strategies."other seed"]\n"run.seed" = 9\n')
+
+    simulate(settings, ["train.lora_alpha=8"], report=False)
+
+    assert ["train.lora_alpha" in message for message in caplog.messages].count(True) == 1
+
+
 def test_a_strategy_that_changes_nothing_is_what_is_configured_and_not_run_again(tmp_path: Path) -> None:
     settings = settings_file(tmp_path)
     text = settings.read_text() + '\n[simulation.strategies."ours"]\n"strategy.elastic" = true\n'

@@ -146,6 +146,7 @@ def test_counts_take_the_instance_that_lived_longest() -> None:
         ("0,add,a\n1000,end,\n2000,remove,a", "t.csv:2: expected"),
         ("0,add,a\n1000,remove,a\n500,end,", "t.csv: trace: it lasts 0.5 s, and its last event is at 1 s"),
         ("0,add,a", "t.csv: trace: it lasts 0 s"),
+        ("0,add,a", "; a last line such as '3600000,end,' says how long"),
         ("0,1\n1000,-1", "t.csv:2: expected a number of instances, not '-1'"),
         ("0,1\n1000,2,3", "t.csv:2: expected 'milliseconds,count' or"),
         (

@@ -97,7 +97,8 @@ class WorkerDevice:
             return self._call(run_dir, ScoreCall(request=request), limit_s=self._score_limit_s)
         except TimedOut as error:  # a missing reward is no number
             seeds = len(request.seeds)
-            return Scored(request=request, rewards=(None,) * seeds, errors=(f"{request.prompt.text!r}: {error}",))
+            why = f"{request.prompt.text!r}: {error} (reward.limit_s)"
+            return Scored(request=request, rewards=(None,) * seeds, errors=(why,))
 
     def has_scores(self, run_dir: str, request: Request) -> bool:
         from spotlight.store.latents import LatentStore  # imports Zarr, which a worker need not

@@ -94,7 +94,7 @@ def _event_rows(rows: Sequence[tuple[int, list[str]]], where: str) -> Trace:
             case _:
                 form = "milliseconds,add|remove,instance"
                 raise SpotlightError(f"{where}:{line}: expected '{form}', not {shown(','.join(row))}")
-    return _trace(events, duration_s, where)
+    return _trace(events, duration_s, where, "; a last line such as '3600000,end,' says how long")
 
 
 def _count_rows(rows: Sequence[tuple[int, list[str]]], where: str, *, dated: bool) -> Trace:
@@ -168,12 +168,12 @@ def _from_counts(counts: Iterable[tuple[float, int]], duration_s: float, where: 
     return _trace(enumerate(events), duration_s, where)
 
 
-def _trace(numbered: Iterable[tuple[int, Event]], duration_s: float, where: str) -> Trace:
+def _trace(numbered: Iterable[tuple[int, Event]], duration_s: float, where: str, way_out: str = "") -> Trace:
     events = tuple(checked_events(numbered, f"{where}:"))
     try:
         return Trace(events=events, duration_s=duration_s)
     except SpotlightError as error:  # about how long it lasts; the events are fine
-        raise SpotlightError(f"{where}: {error}") from None
+        raise SpotlightError(f"{where}: {error}{way_out}") from None
 
 
 def _seconds(ms: str, where: str, line: int) -> float:

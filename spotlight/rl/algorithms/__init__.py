@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import assert_never
 
 from torch import Tensor
 
@@ -38,5 +39,7 @@ def objective(
             return Awm(model, settings, batch, seed=seed, iteration=iteration)
         case "dpo":
             return Dpo(model, settings, batch, seed=seed, iteration=iteration)
-        case _:
+        case "grpo" | "grpo-guard":
             return Grpo(model, settings, batch, seed=seed, iteration=iteration)
+        case without_a_case:
+            assert_never(without_a_case)

@@ -175,7 +175,9 @@ def _one(settings: RewardSection) -> Scorer:
         ) from None
     if settings.range is not None:
         scorer.range, scorer.usual = settings.range, None  # type: ignore[misc]  # of this one alone
-    _check_range(settings.name, scorer.range)
+    _check_range(settings.name, "range", scorer.range)
+    if scorer.usual is not None:
+        _check_range(settings.name, "usual", scorer.usual)
     return scorer
 
 
@@ -219,8 +221,11 @@ def _made(kind: Callable[..., Made], setting: str, options: Mapping[str, Any]) -
         raise SpotlightError(f"{setting} cannot be made: {explained(error)}") from None
 
 
-def _check_range(name: str, within: Any) -> None:
+def _check_range(name: str, attribute: str, within: Any) -> None:
     """
+    Args:
+        attribute: of the scorer that says so, ``range`` or ``usual``.
+
     Raises:
         SpotlightError: it is not two finite numbers, the least first.
     """
@@ -231,7 +236,7 @@ def _check_range(name: str, within: Any) -> None:
         whole = False
     if not whole:
         raise SpotlightError(
-            f"reward {name!r}: its range {shown(within)} must be the least score and a larger one, both finite"
+            f"reward {name!r}: its {attribute} {shown(within)} must be the least score and a larger one, both finite"
         )
 
 
@@ -281,6 +286,8 @@ def imported(name: str, where: str, beside: str = "") -> Any:
         found = importlib.import_module(module)
         _check_is_beside(found, beside)
         return getattr(found, attribute)
+    except SpotlightError as error:  # it has a way out of its own
+        raise SpotlightError(f"{where} = {name!r}: {error}") from None
     except Exception as error:  # of anyone's code
         raise SpotlightError(f"{where} = {name!r} cannot be imported ({explained(error)}): {way_out}") from None
     finally:
@@ -412,6 +419,7 @@ class Tagged(Scorer):
 
     def __init__(self, scorer: Scorer, tags: Sequence[str]) -> None:
         self._scorer, self._tags = scorer, frozenset(tags)
+        self.shown_as = type(scorer).__name__
         self.range = min(0.0, scorer.range[0]), max(0.0, scorer.range[1])  # type: ignore[misc]  # of this one
         self.usual = scorer.usual  # type: ignore[misc]  # as well
 
@@ -440,7 +448,7 @@ def _check_is_scored(prompt: Prompt, scorers: Sequence[Scorer]) -> None:
         SpotlightError: all of them are for prompts with other tags.
     """
     if not any(not isinstance(scorer, Tagged) or scorer.counts(prompt) for scorer in scorers):
-        has = f"the tag {prompt.tag!r}" if prompt.tag else "no tag"
+        has = f"the tag {prompt.tag!r}" if prompt.tag else "no tag that is a text"
         raise SpotlightError(
             f"nothing scores this prompt: it has {has}, and all [[reward]] tables are for others; give its line one of "
             'theirs ({"prompt": "...", "tag": "..."}), or a table this one (reward.tags)'

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from functools import lru_cache
+from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,6 +55,8 @@ class Scorer:
     usual: ClassVar[tuple[float, float] | None] = None
     """Where rewards of real images lie, if that is much narrower than `range`: the planner tells rewards apart by a
     twentieth of it."""
+    shown_as: str = ""
+    """What warnings call it; empty: the name of its class."""
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         """A reward within `range` for each image and its prompt, in order. It may raise: `score` tries again."""
@@ -143,7 +146,7 @@ def score(
                 break
     if len(asked) == 1:
         return [None], [error]
-    _say_once(type(scorer).__name__, why[:ERROR_MAX])
+    _say_once(scorer.shown_as or type(scorer).__name__, why[:ERROR_MAX])
     return _joined([again(slice(row, row + 1)) for row in range(len(asked))])
 
 
@@ -199,7 +202,11 @@ def checked(rewards: Any, expected: int, within: tuple[float, float]) -> list[fl
     for reward in found:
         if isinstance(reward, bool) or not isinstance(reward, int | float | np.integer | np.floating):
             raise ValueError(f"the scorer returned {shown(reward)}, which is no number")
-        if not within[0] <= reward <= within[1]:  # also catches NaN, which compares false
+        if isinstance(reward, float | np.floating) and not isfinite(reward):
+            raise ValueError(
+                f"the scorer returned {reward}, which is no finite number; where an image has no reward, raise an error"
+            )
+        if not within[0] <= reward <= within[1]:
             raise ValueError(
                 f"the scorer returned {reward}, and its rewards are to lie in {list(within)}: give its class another "
                 "range, or set reward.range"

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.rewards.base import Scorer
 
@@ -31,6 +32,8 @@ THRESHOLD, COUNTING_THRESHOLD = 0.3, 0.9
 """Least score of an object; the second for prompts about counting."""
 MAX_OBJECTS = 16
 """Most objects of one class; those with the highest scores are kept."""
+FOUND = '{"bench": [{"box": [x0, y0, x1, y1], "score": 0.95, "color": "red"}, ...], ...}'
+"""What a detector returns, as an error shows it."""
 
 
 class Detector(Protocol):
@@ -115,6 +118,10 @@ class GenEvalScorer(Scorer):
     """The share of a GenEval prompt that an image shows, or (not graded) whether it shows all of it."""
 
     def __init__(self, detector: Detector, *, graded: bool = True) -> None:
+        if not callable(detector):
+            raise SpotlightError(
+                f"the detector {type(detector).__name__} finds nothing: give it __call__(self, image_HWC, classes)"
+            )
         self._detector, self._graded = detector, graded
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
@@ -133,15 +140,19 @@ class GenEvalScorer(Scorer):
     def _judge(self, image_HWC: NDArray[np.uint8], metadata: Mapping[str, Any]) -> float:
         classes = [clause["class"] for part in ("include", "exclude") for clause in metadata.get(part, ())]
         least = COUNTING_THRESHOLD if metadata.get("tag") == "counting" else THRESHOLD
-        objects = {
-            name: sorted((thing for thing in found if thing["score"] > least), key=lambda thing: -thing["score"])[
-                :MAX_OBJECTS
-            ]
-            for name, found in self._detector(image_HWC, sorted(set(classes))).items()
-        }
-        if not self._graded:
-            return float(geneval_correct(objects, metadata))
-        return max(0.0, geneval_graded(objects, metadata))  # far too many objects are as bad as none
+        every = self._detector(image_HWC, sorted(set(classes)))
+        try:
+            objects = {
+                name: sorted((thing for thing in found if thing["score"] > least), key=lambda thing: -thing["score"])[
+                    :MAX_OBJECTS
+                ]
+                for name, found in every.items()
+            }
+            if not self._graded:
+                return float(geneval_correct(objects, metadata))
+            return max(0.0, geneval_graded(objects, metadata))  # far too many objects are as bad as none
+        except (AttributeError, LookupError, TypeError):  # the metadata were checked
+            raise ValueError(f"the detector returned {shown(every)}, and not {FOUND}") from None
 
 
 def metadata_of(prompt: Prompt) -> Mapping[str, Any]:

@@ -250,8 +250,17 @@ def encoded_png(image_HWC: NDArray[np.uint8]) -> str:
 
 
 def checked_url(url: str) -> str:
+    """
+    Raises:
+        SpotlightError: it is no address, or holds a secret, which would be written down.
+    """
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        raise SpotlightError(
+            "reward.url holds a user or a password, which would be written down: leave them out; 'chat' and 'chat-ocr' "
+            f"take a key from {KEY}"
+        )
     try:
-        whole = bool(re.match(r"https?://[^/]", url)) and urlsplit(url).port != 0
+        whole = bool(re.fullmatch(r"https?://[^/\s]\S*", url)) and urlsplit(url).port != 0
     except ValueError:  # a port that is no number
         whole = False
     if not whole:
