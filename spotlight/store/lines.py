@@ -15,7 +15,7 @@ from typing import Any, Generic
 from pydantic_core import PydanticSerializationError, to_json
 
 from spotlight.store.decoding import Record, from_json
-from spotlight.store.objects import atomic_write, content_of, unreadable, without_links
+from spotlight.store.objects import atomic_write, content_of, not_a_file, unreadable, without_links
 from spotlight.store.rows import ValidationRow
 
 TAIL_BYTES = 2**16
@@ -81,11 +81,18 @@ class Lines:
         return lines
 
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
-        """Add lines durably, cutting off a torn one first; any thread of the one driver may."""
-        with _appending, open(self._directory / journal, "ab+", opener=without_links) as file:
+        """Add lines durably, cutting off a torn one first; any thread of the one driver may.
+
+        Raises:
+            SpotlightError: a directory has the journal's name.
+        """
+        path = self._directory / journal
+        if path.is_dir():
+            raise not_a_file(path)
+        with _appending, open(path, "ab+", opener=without_links) as file:
             file.seek(max(0, file.tell() - 1))
             if file.read(1) not in (b"", b"\n"):
-                file.truncate(sum(map(len, _lines_of(self._directory / journal))))
+                file.truncate(sum(map(len, _lines_of(path))))
             file.write(_lines(rows))
             file.flush()
             os.fsync(file.fileno())
