@@ -240,7 +240,9 @@ class Run:
         if (driver := self._background) is not None and not driver.is_over:
             return driver.accounts
         if self._accounts is None:
-            self._accounts = Accounts(self.directory, self.config)
+            accounts = Accounts(self.directory, self.config)
+            accounts.check()
+            self._accounts = accounts
         return self._accounts
 
     @property

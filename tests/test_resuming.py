@@ -31,7 +31,7 @@ from spotlight.run import Run
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
-from spotlight.store.rows import DECISIONS, HISTORY, PROMPTS, SPANS, STARTED, VALIDATION
+from spotlight.store.rows import DECISIONS, HISTORY, PROMPTS, SPANS, STARTED, VALIDATION, WORKERS
 from spotlight.store.rundir import RunDir
 
 LAST = 3
@@ -505,6 +505,17 @@ def test_a_file_in_the_place_of_a_directory_is_named(killed: RunDir) -> None:
         killed.lock(),
     ):
         pass
+
+
+def test_dollars_that_are_no_longer_counted_are_told(killed: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    for journal in (SPANS, WORKERS):
+        (killed.path / journal).write_text("{}\n")
+    resuming.check(killed)
+    assert "no longer counted" not in caplog.text
+
+    (killed.path / WORKERS).unlink()
+    resuming.check(killed)
+    assert f"{killed.path / WORKERS}: is missing or empty: what was spent before is no longer counted" in caplog.text
 
 
 @pytest.mark.parametrize(("shared", "mode"), [("false", 0o700), ("true", 0o755)])

@@ -14,6 +14,7 @@ from typing import Any, Generic
 
 from pydantic_core import PydanticSerializationError, to_json
 
+from spotlight.records import SpotlightError
 from spotlight.store.decoding import Record, from_json
 from spotlight.store.objects import atomic_write, content_of, not_a_file, unreadable, without_links
 from spotlight.store.rows import ValidationRow
@@ -134,7 +135,8 @@ class Growing(Generic[Record]):
         """(Number of the first new line, the new records); the number is 1 again if the file was replaced.
 
         Raises:
-            SpotlightError: one of them is damaged.
+            SpotlightError: one of them is damaged; or the journal is written anew at each change, and ends in a torn
+                line, which no driver leaves.
         """
         inode, known_bytes, known_lines = self._read
         content = b""
@@ -154,6 +156,9 @@ class Growing(Generic[Record]):
         except OSError as error:
             raise unreadable(self._path, error) from None
         lines = _whole_lines(content)
+        if self._rewritten and sum(map(len, lines)) < len(content):
+            where = f"{self._path}:{known_lines + len(lines) + 1}"
+            raise SpotlightError(f"{where}: the line is cut short; restore the file or delete the line")
         rows = [_record(self._path, number, line, self._kind) for number, line in _numbered(lines, known_lines + 1)]
         self._read = inode, known_bytes + sum(map(len, lines)), known_lines + len(lines)
         self._last = lines[-1] if lines else self._last if known_bytes else b""
