@@ -382,7 +382,7 @@ class Run:
         try:
             state = self.state
         except SpotlightError:
-            state = "its directory is gone"
+            state = "its state cannot be read" if self.directory.path.is_dir() else "its directory is gone"
         return f"<Run {self._directory.url if self._directory else self.config.run.name}: {state}>"
 
     def how_to_start(self, pools: Sequence[str]) -> str:

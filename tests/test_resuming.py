@@ -507,6 +507,18 @@ def test_a_file_in_the_place_of_a_directory_is_named(killed: RunDir) -> None:
         pass
 
 
+def test_pictures_that_are_lost_are_missed_by_name(killed: RunDir) -> None:
+    run = Run.attach(killed.path)
+
+    with pytest.raises(
+        SpotlightError, match=f"{killed.path}/latents: the scores of iteration 0 are missing or damaged"
+    ):
+        run.images(0)
+    (killed.path / killed.selection_key(0)).unlink()
+    with pytest.raises(SpotlightError, match=f"{killed.selection_key(0)}: is missing, and says which seeds were kept"):
+        run.images(0)
+
+
 def test_dollars_that_are_no_longer_counted_are_told(killed: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     for journal in (SPANS, WORKERS):
         (killed.path / journal).write_text("{}\n")
