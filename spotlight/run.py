@@ -414,9 +414,10 @@ class Run:
 
     @property
     def status(self) -> Status:
-        run, now_s, state = self.directory, wall_clock(), self.state
+        run, state = self.directory, self.state
         driver = self._background.driver if self._background else None
         accounts = self._kept
+        now_s = accounts.until_s(wall_clock())
         history = run.last(HISTORY, HistoryRow, 1)
         measured = history[-1].measured if history else {}
         worth_renting = measured.get("spot_worth_renting")
@@ -460,7 +461,7 @@ class Run:
     def _elapsed_s(self, accounts: Accounts, now_s: float) -> float:
         if self._background is None:
             return alive_s(accounts.lives(), now_s)
-        return (now_s if self._is_ours else self._background.ended_s) - self._background.began_s
+        return (wall_clock() if self._is_ours else self._background.ended_s) - self._background.began_s
 
     @property
     def history(self) -> pd.DataFrame:

@@ -465,7 +465,7 @@ def _cost(parsed: argparse.Namespace) -> None:
     accounts = Accounts(run, settings, watched=is_watched)
     if not is_watched:
         accounts.check()
-    ledger = accounts.ledger(wall_clock())
+    ledger = accounts.ledger(accounts.until_s(wall_clock()))
     if not ledger.entries:
         raise SpotlightError(f"{run.url}: no finished task is recorded yet, so there is no account: try again later")
     if parsed.json:

@@ -452,6 +452,19 @@ def test_the_shell_says_what_a_run_cost(finished: Path, capsys: pytest.CaptureFi
     assert "as far as it is recorded" not in out
 
 
+def test_a_clock_that_is_behind_those_of_a_run_takes_nothing_off_its_account(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["cost", str(finished)])
+    told, spent = capsys.readouterr().out, Run.attach(finished).status.usd
+    for module in ("spotlight.run", "spotlight.shell"):
+        monkeypatch.setattr(f"{module}.wall_clock", lambda: START_S)
+
+    assert main(["cost", str(finished)]) == 0
+    assert capsys.readouterr().out == told
+    assert Run.attach(finished).status.usd == spent > 0
+
+
 def test_the_shell_gives_machines_every_column(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["cost", str(finished), "--json"])
 

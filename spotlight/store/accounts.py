@@ -158,6 +158,12 @@ class Accounts:
                         "`spotlight report` does without"
                     )
 
+    def until_s(self, now_s: float) -> float:
+        """Now; where no worker is alive, the latest moment on record if this machine's clock is behind it."""
+        if self.alive():
+            return now_s
+        return max([now_s, *self._latest_s[-1:], *(life.left_s or 0.0 for life in self._all())])
+
     def close(self, now_s: float) -> None:
         """End the session, and with it the lives of workers that are still alive."""
         self._lives, self._measured = {at: _ended(life, now_s) for at, life in self._lives.items()}, {}
