@@ -207,6 +207,9 @@ def images(run: RunDir, iteration: int | None) -> Images:
     if k < 0 or (selection is None and k >= done):
         said = f"iteration {k}: expected 0 to {done - 1}" if done else "no iteration is finished yet"
         raise SpotlightError(f"{run.url}: {said}, so there are no pictures")
+    if selection is None and run.config().strategy.exploration != "off":
+        where = run.objects.where(run.selection_key(k))
+        raise SpotlightError(f"{where}: is missing, and says which seeds were kept: restore it, or do without pictures")
     if selection is None:
         raise SpotlightError(
             f"{run.url}: no seeds are recorded for iteration {k}: only runs that explore record "
@@ -214,4 +217,10 @@ def images(run: RunDir, iteration: int | None) -> Images:
         )
     if run.simulated == "modelled":
         raise SpotlightError(f"{run.url}: learning was modelled in this simulated run, so there are no pictures")
-    return Images(pictures(run, selection))
+    found = pictures(run, selection)
+    if not found and k < done:
+        raise SpotlightError(
+            f"{run.latents_url}: the scores of iteration {k} are missing or damaged there, and pictures are kept with "
+            "them: restore them, or look at another iteration"
+        )
+    return Images(found)

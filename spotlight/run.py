@@ -240,7 +240,9 @@ class Run:
         if (driver := self._background) is not None and not driver.is_over:
             return driver.accounts
         if self._accounts is None:
-            self._accounts = Accounts(self.directory, self.config)
+            accounts = Accounts(self.directory, self.config)
+            accounts.check()
+            self._accounts = accounts
         return self._accounts
 
     @property
@@ -380,7 +382,7 @@ class Run:
         try:
             state = self.state
         except SpotlightError:
-            state = "its directory is gone"
+            state = "its state cannot be read" if self.directory.path.is_dir() else "its directory is gone"
         return f"<Run {self._directory.url if self._directory else self.config.run.name}: {state}>"
 
     def how_to_start(self, pools: Sequence[str]) -> str:
@@ -412,9 +414,10 @@ class Run:
 
     @property
     def status(self) -> Status:
-        run, now_s, state = self.directory, wall_clock(), self.state
+        run, state = self.directory, self.state
         driver = self._background.driver if self._background else None
         accounts = self._kept
+        now_s = accounts.until_s(wall_clock())
         history = run.last(HISTORY, HistoryRow, 1)
         measured = history[-1].measured if history else {}
         worth_renting = measured.get("spot_worth_renting")
@@ -458,7 +461,7 @@ class Run:
     def _elapsed_s(self, accounts: Accounts, now_s: float) -> float:
         if self._background is None:
             return alive_s(accounts.lives(), now_s)
-        return (now_s if self._is_ours else self._background.ended_s) - self._background.began_s
+        return (wall_clock() if self._is_ours else self._background.ended_s) - self._background.began_s
 
     @property
     def history(self) -> pd.DataFrame:

@@ -461,10 +461,11 @@ def _cost(parsed: argparse.Namespace) -> None:
 
     run = RunDir.open(parsed.run_dir)
     settings = run.config()
-    accounts = Accounts(run, settings, watched=bool(run.holder()))
-    ledger = accounts.ledger(wall_clock())
-    if not accounts.lives() and run.history():
-        raise SpotlightError(f"{run.url}: workers.jsonl is missing or empty, by which workers are paid for: restore it")
+    is_watched = bool(run.holder())
+    accounts = Accounts(run, settings, watched=is_watched)
+    if not is_watched:
+        accounts.check()
+    ledger = accounts.ledger(accounts.until_s(wall_clock()))
     if not ledger.entries:
         raise SpotlightError(f"{run.url}: no finished task is recorded yet, so there is no account: try again later")
     if parsed.json:

@@ -350,6 +350,16 @@ def test_a_journal_that_is_written_anew_is_read_anew_at_each_change(run: RunDir)
         assert journal.new() == (len(lives) + 1, [])
 
 
+def test_a_journal_that_is_written_anew_has_no_torn_line(run: RunDir) -> None:
+    """Of one that is appended to, a kill may tear the last line."""
+    path = run.path / WORKERS
+    run.rewrite(WORKERS, map(asdict, [LIFE, LIFE]))
+    path.write_bytes(path.read_bytes()[:-5])
+
+    with pytest.raises(SpotlightError, match=rf"{path}:2: the line is cut short; restore the file or delete the line"):
+        run.growing(WORKERS, WorkerLife).new()
+
+
 def edit(run: RunDir, name: str, change: Callable[[Any], object]) -> None:
     """Change the value that a file of one record holds."""
     path = run.path / name

@@ -455,6 +455,19 @@ def test_the_shell_says_what_a_run_cost(finished: Path, capsys: pytest.CaptureFi
     assert "as far as it is recorded" not in out
 
 
+def test_a_clock_that_is_behind_those_of_a_run_takes_nothing_off_its_account(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["cost", str(finished)])
+    told, spent = capsys.readouterr().out, Run.attach(finished).status.usd
+    for module in ("spotlight.run", "spotlight.shell"):
+        monkeypatch.setattr(f"{module}.wall_clock", lambda: START_S)
+
+    assert main(["cost", str(finished)]) == 0
+    assert capsys.readouterr().out == told
+    assert Run.attach(finished).status.usd == spent > 0
+
+
 def test_the_shell_gives_machines_every_column(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["cost", str(finished), "--json"])
 
@@ -468,7 +481,7 @@ def test_the_cost_of_a_run_without_workers_is_refused(tmp_path: Path, capsys: py
     status = main(["cost", str(write_run(tmp_path / "run", until="history.jsonl"))])
 
     assert status == 1
-    assert "workers.jsonl is missing or empty" in capsys.readouterr().err
+    assert "workers.jsonl: is missing or empty" in capsys.readouterr().err
 
 
 def test_the_cost_of_a_run_that_has_not_ended_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -838,11 +851,13 @@ def test_damaged_metrics_leave_a_report(tmp_path: Path) -> None:
     assert "</main>" in page_of(run_dir)
 
 
-def test_the_account_of_a_run_without_its_workers_names_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("verb", ["cost", "status"])
+@pytest.mark.parametrize("name", ["workers.jsonl", "spans.jsonl"])
+def test_the_account_of_a_run_without_its_workers_or_their_work_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, verb: str
 ) -> None:
     run_dir = write_run(tmp_path / "run")
-    (run_dir / "workers.jsonl").unlink()
+    (run_dir / name).unlink()
 
-    assert main(["cost", str(run_dir)]) == 1
-    assert "workers.jsonl is missing or empty" in capsys.readouterr().err
+    assert main([verb, str(run_dir)]) == 1
+    assert f"{run_dir / name}: is missing or empty" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from spotlight.run import Run
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
-from spotlight.store.rows import HISTORY, PROMPTS, SPANS, STARTED, VALIDATION
+from spotlight.store.rows import DECISIONS, HISTORY, PROMPTS, SPANS, STARTED, VALIDATION, WORKERS
 from spotlight.store.rundir import RunDir
 
 LAST = 3
@@ -444,6 +444,16 @@ def test_a_link_within_a_run_directory_is_fine(runs: tuple[Path, Path], killed: 
     assert outcome(killed.path) == outcome(runs[1])
 
 
+@pytest.mark.parametrize("name", [HISTORY, "lock", "images/validation-00000.npz"])
+@pytest.mark.parametrize("target", ["nothing", "itself"])
+def test_a_link_to_nothing_is_named(killed: RunDir, name: str, target: str) -> None:
+    path = killed.path / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name if target == "itself" else "nothing")
+
+    assert refusal(killed) == f"{path}: is a link to nothing: put there what it linked to, or delete it"
+
+
 def test_a_named_pipe_in_a_run_directory_is_not_waited_for(killed: RunDir) -> None:
     (killed.path / HISTORY).unlink()
     os.mkfifo(killed.path / HISTORY)
@@ -464,6 +474,60 @@ def test_a_directory_in_the_place_of_a_file_that_is_to_be_written_is_named(kille
 
     with pytest.raises(SpotlightError, match=r"validation-99999\.npz: expected a file, found a directory: move it"):
         killed.objects.put("images/validation-99999.npz", b"")
+    with pytest.raises(SpotlightError, match=r"validation-99999\.npz: expected a file, found a directory: move it"):
+        killed.objects.create("images/validation-99999.npz", b"")
+    (killed.path / DECISIONS).unlink(missing_ok=True)
+    (killed.path / DECISIONS).mkdir()
+    with pytest.raises(SpotlightError, match=rf"{DECISIONS}: expected a file, found a directory: move it"):
+        killed.append(DECISIONS, {})
+
+
+def test_a_directory_in_the_place_of_the_lock_is_named(killed: RunDir) -> None:
+    path = killed.path / "lock"
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+    with pytest.raises(SpotlightError, match=f"{path}: expected a file, found a directory: move it away"):
+        killed.holder()
+    with (
+        pytest.raises(SpotlightError, match=f"{path}: expected a file, found a directory: move it away"),
+        killed.lock(),
+    ):
+        pass
+
+
+def test_a_file_in_the_place_of_a_directory_is_named(killed: RunDir) -> None:
+    place = killed.path / "lease"
+    place.write_bytes(b"")
+
+    with (
+        pytest.raises(SpotlightError, match=f"{place}: expected a directory, found a file: move it away"),
+        killed.lock(),
+    ):
+        pass
+
+
+def test_pictures_that_are_lost_are_missed_by_name(killed: RunDir) -> None:
+    run = Run.attach(killed.path)
+
+    with pytest.raises(
+        SpotlightError, match=f"{killed.path}/latents: the scores of iteration 0 are missing or damaged"
+    ):
+        run.images(0)
+    (killed.path / killed.selection_key(0)).unlink()
+    with pytest.raises(SpotlightError, match=f"{killed.selection_key(0)}: is missing, and says which seeds were kept"):
+        run.images(0)
+
+
+def test_dollars_that_are_no_longer_counted_are_told(killed: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    for journal in (SPANS, WORKERS):
+        (killed.path / journal).write_text("{}\n")
+    resuming.check(killed)
+    assert "no longer counted" not in caplog.text
+
+    (killed.path / WORKERS).unlink()
+    resuming.check(killed)
+    assert f"{killed.path / WORKERS}: is missing or empty: what was spent before is no longer counted" in caplog.text
 
 
 @pytest.mark.parametrize(("shared", "mode"), [("false", 0o700), ("true", 0o755)])

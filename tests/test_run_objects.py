@@ -193,6 +193,14 @@ def test_nobody_waits_for_a_run_whose_directory_is_gone(tmp_path: Path) -> None:
     assert "is gone" in repr(run)
 
 
+def test_a_run_with_a_damaged_file_is_not_said_to_be_gone(tmp_path: Path) -> None:
+    run = attach(_made(tmp_path))
+    (run.directory.path / "lease").mkdir()
+    (run.directory.path / "lease" / "000001.json").write_text("{")
+
+    assert repr(run) == f"<Run {run.directory.url}: its state cannot be read>"
+
+
 def test_a_detached_driver_that_cannot_begin_leaves_a_run_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

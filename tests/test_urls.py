@@ -120,6 +120,14 @@ def test_one_of_two_drivers_has_a_run_and_the_other_is_told_who(objects: Objects
     assert first.holder() is None
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "000001.json/x", "000001.json~"])
+def test_what_is_no_record_of_who_runs_a_run_is_named(objects: Objects, name: str) -> None:
+    objects.put(f"lease/{name}", b"{}")
+
+    with pytest.raises(SpotlightError, match=f"lease/{name}: is no record of who runs the run, such as .*: delete it"):
+        Lease(objects, "here").holder()
+
+
 def test_why_its_owner_failed_is_known_after_a_renewal_and_until_the_next_one_has_it(objects: Objects) -> None:
     clock = Clock()
     first, next_ = (Lease(objects, files, clock, clock) for files in ("here", "there"))

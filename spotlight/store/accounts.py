@@ -144,6 +144,26 @@ class Accounts:
         self._lives = {at: life for at, life in enumerate(lives) if watched and life.left_s is None}
         self._earlier = [_ended(life, last_s) for at, life in enumerate(lives) if at not in self._lives]
 
+    def check(self) -> None:
+        """Check that the journals are there by which a run is paid for; not while it goes on.
+
+        Raises:
+            SpotlightError: iterations are finished, and no worker is recorded, or nothing that one did.
+        """
+        if self._run.count(HISTORY):
+            for journal, rows in ((WORKERS, self._all()), (SPANS, self._spans)):
+                if not rows:
+                    raise SpotlightError(
+                        f"{self._run.path / journal}: is missing or empty, and workers are paid for by it: restore it; "
+                        "`spotlight report` does without"
+                    )
+
+    def until_s(self, now_s: float) -> float:
+        """Now; where no worker is alive, the latest moment on record if this machine's clock is behind it."""
+        if self.alive():
+            return now_s
+        return max([now_s, *self._latest_s[-1:], *(life.left_s or 0.0 for life in self._all())])
+
     def close(self, now_s: float) -> None:
         """End the session, and with it the lives of workers that are still alive."""
         self._lives, self._measured = {at: _ended(life, now_s) for at, life in self._lives.items()}, {}

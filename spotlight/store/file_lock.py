@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from spotlight.records import SpotlightError
-from spotlight.store.objects import needed_of, without_links
+from spotlight.store.objects import needed_of, not_a_file, without_links
 
 
 class FileLock:
@@ -30,7 +30,8 @@ class FileLock:
         """Hold the lock inside, if it is free: alone, or shared. Yields whether it is held.
 
         Raises:
-            SpotlightError: this user may not write there, or the file system has no locks.
+            SpotlightError: this user may not write there, the file system has no locks, or a directory is in the lock's
+                place.
         """
         with self._open() as file:
             yield self._try_lock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
@@ -39,10 +40,11 @@ class FileLock:
         """Whether a process holds it alone. To find out, this takes a shared lock for a moment.
 
         Raises:
-            SpotlightError: the file system has no locks.
+            SpotlightError: the file system has no locks, or a directory is in the lock's place.
         """
         if not self._file.exists():
             return False
+        self._refuse_directory()
         with self._file.open() as file:
             return not self._try_lock(file, fcntl.LOCK_SH)
 
@@ -61,7 +63,16 @@ class FileLock:
         found = self._file.stat() if self._file.exists() else None
         return f"{_boot()}:{found.st_dev}:{found.st_ino}" if found else ""
 
+    def _refuse_directory(self) -> None:
+        """
+        Raises:
+            SpotlightError: a directory is in the lock's place.
+        """
+        if self._file.is_dir():
+            raise not_a_file(self._file)
+
     def _open(self) -> IO[str]:
+        self._refuse_directory()
         try:
             return open(self._file, "a+", opener=without_links)
         except OSError as error:

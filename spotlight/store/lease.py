@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import threading
 from dataclasses import asdict, replace
@@ -35,6 +36,8 @@ LONG_OVER_S = 3600.0 + 5 * LEASE_S
 what a time zone that is set wrongly makes."""
 RECORD_BYTES = 2**14
 """A record with a reason that holds a worker's traceback takes three thousand."""
+
+_KEY = re.compile(r"lease/\d{6,}\.json")
 
 logger = logging.getLogger(__name__)
 
@@ -241,6 +244,9 @@ class Lease:
     def _last(self) -> tuple[int, Holder | None]:
         """The highest number, and who has it; 0 where there is none."""
         while key := max(self._objects.sizes("lease"), default=""):
+            if not _KEY.fullmatch(key):
+                where = self._objects.where(key)
+                raise SpotlightError(f"{where}: is no record of who runs the run, such as {_key(1)}: delete it")
             content = self._objects.get(key)
             if content is not None:  # else it was deleted since, by one who has a higher number
                 way_out = "delete it, if nobody runs this run"

@@ -14,8 +14,9 @@ from typing import Any, Generic
 
 from pydantic_core import PydanticSerializationError, to_json
 
+from spotlight.records import SpotlightError
 from spotlight.store.decoding import Record, from_json
-from spotlight.store.objects import atomic_write, content_of, unreadable, without_links
+from spotlight.store.objects import atomic_write, content_of, not_a_file, unreadable, without_links
 from spotlight.store.rows import ValidationRow
 
 TAIL_BYTES = 2**16
@@ -81,11 +82,18 @@ class Lines:
         return lines
 
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
-        """Add lines durably, cutting off a torn one first; any thread of the one driver may."""
-        with _appending, open(self._directory / journal, "ab+", opener=without_links) as file:
+        """Add lines durably, cutting off a torn one first; any thread of the one driver may.
+
+        Raises:
+            SpotlightError: a directory has the journal's name.
+        """
+        path = self._directory / journal
+        if path.is_dir():
+            raise not_a_file(path)
+        with _appending, open(path, "ab+", opener=without_links) as file:
             file.seek(max(0, file.tell() - 1))
             if file.read(1) not in (b"", b"\n"):
-                file.truncate(sum(map(len, _lines_of(self._directory / journal))))
+                file.truncate(sum(map(len, _lines_of(path))))
             file.write(_lines(rows))
             file.flush()
             os.fsync(file.fileno())
@@ -127,7 +135,8 @@ class Growing(Generic[Record]):
         """(Number of the first new line, the new records); the number is 1 again if the file was replaced.
 
         Raises:
-            SpotlightError: one of them is damaged.
+            SpotlightError: one of them is damaged; or the journal is written anew at each change, and ends in a torn
+                line, which no driver leaves.
         """
         inode, known_bytes, known_lines = self._read
         content = b""
@@ -147,6 +156,9 @@ class Growing(Generic[Record]):
         except OSError as error:
             raise unreadable(self._path, error) from None
         lines = _whole_lines(content)
+        if self._rewritten and sum(map(len, lines)) < len(content):
+            where = f"{self._path}:{known_lines + len(lines) + 1}"
+            raise SpotlightError(f"{where}: the line is cut short; restore the file or delete the line")
         rows = [_record(self._path, number, line, self._kind) for number, line in _numbered(lines, known_lines + 1)]
         self._read = inode, known_bytes + sum(map(len, lines)), known_lines + len(lines)
         self._last = lines[-1] if lines else self._last if known_bytes else b""

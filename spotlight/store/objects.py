@@ -163,6 +163,8 @@ class DirectoryObjects:
             with needed_of(self.path, "hard links"):
                 os.link(mine, path)  # whole from the first moment on
         except FileExistsError:
+            if path.is_dir():
+                raise not_a_file(path) from None
             return False
         finally:
             mine.unlink(missing_ok=True)
@@ -204,7 +206,12 @@ class DirectoryObjects:
         path = self.path / key
         if path.parent != self.path:
             for folder in reversed(PurePath(key).parents[:-1]):
-                (self.path / folder).mkdir(exist_ok=True)
+                try:
+                    (self.path / folder).mkdir(exist_ok=True)
+                except FileExistsError:
+                    raise SpotlightError(
+                        f"{self.path / folder}: expected a directory, found a file: move it away, or delete it"
+                    ) from None
         return path
 
 
@@ -451,6 +458,11 @@ def unreadable(path: Path, error: OSError) -> SpotlightError:
     return SpotlightError(f"{path}: cannot be read: {error.strerror}; restore it, or delete it")
 
 
+def not_a_file(path: Path) -> SpotlightError:
+    """The error for a directory in the place of a file that is to be written."""
+    return SpotlightError(f"{path}: expected a file, found a directory: move it away, or delete it")
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
     """A file that appears under its name only when it is whole and, if it is to be durable, on the disk.
@@ -468,6 +480,6 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
                 os.fsync(file.fileno())
         part.replace(path)
     except IsADirectoryError:
-        raise SpotlightError(f"{path}: expected a file, found a directory: move it away, or delete it") from None
+        raise not_a_file(path) from None
     finally:
         part.unlink(missing_ok=True)

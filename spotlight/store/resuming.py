@@ -13,7 +13,7 @@ from pathlib import Path
 from spotlight.config import RESOLVED, Config, is_whole, not_written
 from spotlight.files import digest, read_files
 from spotlight.records import SpotlightError
-from spotlight.store.rows import HISTORY, PROMPTS, VALIDATION, HistoryRow
+from spotlight.store.rows import HISTORY, PROMPTS, SPANS, VALIDATION, WORKERS, HistoryRow
 from spotlight.store.rundir import RunDir, made_again
 from spotlight.store.weights import published
 
@@ -39,6 +39,10 @@ def check(run: RunDir, iterations: int | None = None) -> None:
         raise SpotlightError(f"{run.url}: a simulated run has nothing to go on with: simulate its settings again")
     _check_settings(run, config)
     _check_prompts(run, config)
+    for journal in (WORKERS, SPANS) if done else ():
+        if not run.count(journal):
+            said = "%s: is missing or empty: what was spent before is no longer counted, unless you restore it"
+            logger.warning(said, run.path / journal)
     if done and is_to_go_on:
         needed = [run.beliefs_key(done)]
         if config.strategy.exploration == "stale" and _explored_next(run, rows[-1]):

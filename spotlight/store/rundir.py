@@ -502,7 +502,7 @@ def made_again(iteration: int) -> str:
 
 
 def _forbidden_entries(directory: Path, root: Path) -> Iterator[str]:
-    """A sentence about each entry of a run directory that leads out of it, or is neither file nor directory.
+    """A sentence about each entry of a run directory that leads out of it, or to nothing, or is no file or directory.
 
     The run may be going on: what it removes meanwhile is of no interest.
     """
@@ -519,6 +519,8 @@ def _forbidden_entries(directory: Path, root: Path) -> Iterator[str]:
                     f"{entry.path}: is a link to {target}, and nothing in a run directory is followed out of it: put "
                     "there what it links to, or delete it"
                 )
+            elif not target.exists():
+                yield f"{entry.path}: is a link to nothing: put there what it linked to, or delete it"
         elif entry.is_dir():
             yield from _forbidden_entries(Path(entry.path), root)
         elif not (entry.is_file(follow_symlinks=False) or not os.path.lexists(entry.path)):
