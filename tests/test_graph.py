@@ -590,6 +590,24 @@ def test_advantages_of_several_rewards_are_added_where_the_settings_ask_for_it()
     )
 
 
+def test_a_reward_that_is_for_other_prompts_is_in_no_mean_and_no_spread() -> None:
+    own, others = (make_request(prompt_id=at, seeds=(1, 2)) for at in range(2))
+    scored = [
+        Scored(request=own, rewards=(0.0, 1.0), parts=((0.0, 1.0), (None, None))),
+        Scored(request=others, rewards=(2.0, 6.0), parts=((None, None), (2.0, 6.0))),
+    ]
+
+    for std in ("global", "group"):
+        added = training.advantage(std, [scored], (1.0, 1.0))
+        assert [sample.advantage for sample in added.samples] == pytest.approx([-1, 1, -1, 1], abs=1e-3)
+    together, apart = added.metrics, [training.advantage("global", [[each]]) for each in scored]
+
+    assert (together["reward_1_mean"], together["reward_2_mean"]) == (0.5, 4.0)
+    assert training.whole(apart).metrics == together
+    assert "reward_2_mean" not in apart[0].metrics
+    assert training.means_of_validation(scored) == {"reward_1_mean": 0.5, "reward_2_mean": 4.0}
+
+
 def test_a_validation_tells_of_each_reward_and_of_each_tag_of_the_prompts() -> None:
     """As Flow-GRPO's ``eval_reward_*`` and the accuracies of GenEval's kinds of prompts."""
     tags = ['{"tag": "counting"}', '{"tag": "color attr"}', '{"tag": "counting"}', "", '{"tag": 3}']

@@ -507,11 +507,11 @@ def test_a_table_with_tags_scores_prompts_with_these_alone() -> None:
     scorer = build(TAGGED)
 
     grey, parts, _ = score_each(scorer, GREY[[0, 2]], [tagged("grey")] * 2, attempts=1)
-    text, _, errors = score_each(scorer, np.zeros((1, 16, 32, 3), np.uint8), [tagged("text", 'a "7"')], attempts=1)
+    text, others, errors = score_each(scorer, np.zeros((1, 16, 32, 3), np.uint8), [tagged("text", 'a "7"')], attempts=1)
 
     assert grey == [2 * 10, 2 * 250]
-    assert parts == [[0.0, 0.0], [10.0, 250.0]]
-    assert (text, errors) == ([0.0], [])
+    assert parts == [[None, None], [10.0, 250.0]]
+    assert (text, others, errors) == ([0.0], [[0.0], [None]], [])
     scorer.check_prompt(tagged("blue", "no text in quotes"))
     with pytest.raises(SpotlightError, match="double quotes"):
         scorer.check_prompt(tagged("text", "no text in quotes"))

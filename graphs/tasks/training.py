@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Literal
 
+import numpy as np
+
 from graphs.tasks.sampling import ShardResult
 from spotlight.device import protocol as device
 from spotlight.device.signals import signals
@@ -27,8 +29,6 @@ from spotlight.rl.advantages import group_advantages, spread, zero_std_ratio
 from spotlight.rl.parts import Cut
 from spotlight.rl.sums import tree_sum
 
-TABLE_MEAN = re.compile(r"reward_\d+_mean")
-"""Names of metrics that are the mean of one reward of several."""
 TAGS_MAX = 32
 """Most different tags; where prompts have more, their means are left out."""
 
@@ -45,6 +45,8 @@ class TrainingSet:
     """Images that have no reward, in whose place others were drawn."""
     error: str = ""
     """The error of the first of them."""
+    table_samples: tuple[int, ...] = ()
+    """How many samples each of several rewards is for."""
 
 
 def advantage(
@@ -77,12 +79,7 @@ def advantage(
     trained = _highest_variance_rows(rewards, groups, used) if used else list(range(len(rows)))
     among = [groups[at] for at in trained]
     if weights and all(result.parts for result, _, _ in rows):
-        parts = [[result.parts[at][index] or 0.0 for result, index, _ in rows] for at in range(len(weights))]
-        each = [
-            weight * group_advantages([part[at] for at in trained], among, std=std)
-            for weight, part in zip(weights, parts, strict=True)
-        ]
-        advantages = [float(sum(values)) for values in zip(*each, strict=True)]
+        advantages = _added(std, weights, [rows[at] for at in trained], among)
     else:
         advantages = group_advantages([rewards[at] for at in trained], among, std=std).tolist()
     known = dict(zip(trained, advantages, strict=True))
@@ -96,14 +93,40 @@ def advantage(
         steps_resumed=sum(result.steps_resumed for result in results),
         failed=sum(result.rewards.count(None) for result in results if result.errors),
         error=next((result.errors[0] for result in results if result.errors), ""),
+        table_samples=tuple(map(len, _by_table(rows))),
     )
 
 
-def means_by_table(rows: Sequence[tuple[Scored, int, float]]) -> dict[str, float]:
-    """The mean of each reward by itself, where there are several: ``reward_1_mean`` is the first table's."""
+def _added(
+    std: Literal["global", "group", "none"],
+    weights: Sequence[float],
+    rows: Sequence[tuple[Scored, int, float]],
+    groups: Sequence[int],
+) -> list[float]:
+    """The sum of each reward's weighted advantages, which it has among the samples that it is for."""
+    total = np.zeros(len(rows))
+    for at, weight in enumerate(weights):
+        parts = {
+            row: part for row, (result, index, _) in enumerate(rows) if (part := result.parts[at][index]) is not None
+        }
+        if parts:
+            total[[*parts]] += weight * group_advantages([*parts.values()], [groups[row] for row in parts], std=std)
+    return [float(value) for value in total]
+
+
+def _by_table(rows: Sequence[tuple[Scored, int, float]]) -> list[list[float]]:
+    """The rewards of each table, where there are several, for the samples that it is for."""
     tables = min((len(result.parts) for result, _, _ in rows), default=0)
-    values = ([result.parts[at][index] or 0.0 for result, index, _ in rows] for at in range(tables))
-    return {f"reward_{at}_mean": fmean(each) for at, each in enumerate(values, 1)}
+    each = ([result.parts[at][index] for result, index, _ in rows] for at in range(tables))
+    return [[reward for reward in rewards if reward is not None] for rewards in each]
+
+
+def means_by_table(rows: Sequence[tuple[Scored, int, float]]) -> dict[str, float]:
+    """The mean of each reward by itself, where there are several: ``reward_1_mean`` is the first table's.
+
+    That of a table that is for none of the samples is left out.
+    """
+    return {f"reward_{at}_mean": fmean(rewards) for at, rewards in enumerate(_by_table(rows), 1) if rewards}
 
 
 def means_of_validation(scored: Sequence[Scored]) -> dict[str, float]:
@@ -145,10 +168,15 @@ def whole(parts: Sequence[TrainingSet], *, filters: bool = False) -> TrainingSet
     samples = tuple(sample for part in parts for sample in part.samples)
     groups = [len({sample.request.prompt.id for sample in part.samples}) for part in parts]
     flat = sum(part.metrics["zero_std_ratio"] * count for part, count in zip(parts, groups, strict=True))
+    tables = range(min(len(part.table_samples) for part in parts))
+    table_samples = tuple(sum(part.table_samples[at] for part in parts) for at in tables)
     means = {
-        name: sum(part.metrics[name] * len(part.samples) for part in parts) / len(samples)
-        for name in parts[0].metrics
-        if TABLE_MEAN.fullmatch(name) and all(name in part.metrics for part in parts)
+        (name := f"reward_{at + 1}_mean"): sum(
+            part.metrics[name] * part.table_samples[at] for part in parts if part.table_samples[at]
+        )
+        / count
+        for at, count in enumerate(table_samples)
+        if count
     }
     return TrainingSet(
         samples=samples,
@@ -156,6 +184,7 @@ def whole(parts: Sequence[TrainingSet], *, filters: bool = False) -> TrainingSet
         steps_resumed=sum(part.steps_resumed for part in parts),
         failed=sum(part.failed for part in parts),
         error=next((part.error for part in parts if part.error), ""),
+        table_samples=table_samples,
     )
 
 

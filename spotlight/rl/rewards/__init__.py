@@ -380,14 +380,19 @@ def score_each(
     """As `score`, to which ``how`` goes; the parts of a `Weighted` scorer are scored, and tried again, one by one.
 
     Returns:
-        The rewards; those of each part, if the scorer is `Weighted`; and the errors.
+        The rewards; those of each part, if the scorer is `Weighted`, None for prompts that it is not for; and the
+        errors.
     """
     if not isinstance(scorer, Weighted):
         rewards, errors = score(scorer, images_BHWC, prompts, **how)
         return rewards, [], errors
     found = [score(part, images_BHWC, prompts, **how) for _, part in scorer.parts]
-    parts = [rewards for rewards, _ in found]
-    return scorer.sums(parts), parts, [error for _, errors in found for error in errors]
+    sums = scorer.sums([rewards for rewards, _ in found])
+    parts: list[Rewards] = [
+        [reward if _is_for(part, prompt) else None for reward, prompt in zip(rewards, prompts, strict=True)]
+        for (rewards, _), (_, part) in zip(found, scorer.parts, strict=True)
+    ]
+    return sums, parts, [error for _, errors in found for error in errors]
 
 
 class Weighted(Scorer):
@@ -442,12 +447,16 @@ class Tagged(Scorer):
             self._scorer.check_prompt(prompt)
 
 
+def _is_for(scorer: Scorer, prompt: Prompt | str) -> bool:
+    return not isinstance(scorer, Tagged) or (isinstance(prompt, Prompt) and scorer.counts(prompt))
+
+
 def _check_is_scored(prompt: Prompt, scorers: Sequence[Scorer]) -> None:
     """
     Raises:
         SpotlightError: all of them are for prompts with other tags.
     """
-    if not any(not isinstance(scorer, Tagged) or scorer.counts(prompt) for scorer in scorers):
+    if not any(_is_for(scorer, prompt) for scorer in scorers):
         has = f"the tag {prompt.tag!r}" if prompt.tag else "no tag that is a text"
         raise SpotlightError(
             f"nothing scores this prompt: it has {has}, and all [[reward]] tables are for others; give its line one of "
