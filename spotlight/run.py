@@ -29,7 +29,7 @@ from spotlight.rl import rewards
 from spotlight.status import Status
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, alive_s
-from spotlight.store.creating import create_run, create_run_at
+from spotlight.store.creating import check_place, create_run, create_run_at
 from spotlight.store.lease import Holder
 from spotlight.store.rows import HISTORY, HistoryRow
 from spotlight.store.rundir import RunDir
@@ -87,7 +87,8 @@ class Run:
             SpotlightError: what is there is no run, or one of other settings.
         """
         wanted = configuration.load(settings, overrides)
-        check_inputs(wanted, joins=cluster is not None)
+        check_place(run_dir)
+        check_inputs(wanted, joins=cluster is not None, begun=resuming.has_begun(run_dir))
         directory = create_run_at(run_dir, wanted)
         resuming.check(directory)
         return cls._of(directory, directory.config(), cluster)
@@ -103,7 +104,7 @@ class Run:
         """
         directory = RunDir.open(run_dir)
         resuming.check(directory, None if iterations is None else whole(iterations, "iterations"))
-        check_inputs(directory.config(), joins=cluster is not None, begun=resuming.has_begun(directory))
+        check_inputs(directory.config(), joins=cluster is not None, begun=resuming.has_begun(directory.url))
         if iterations is not None:
             directory.change_iterations(iterations)
         return cls._of(directory, directory.config(), cluster)
@@ -181,7 +182,7 @@ class Run:
             raise SpotlightError(f"{self.directory.url}: {holder} is running this run: wait for it, or stop it first")
         if self._checked != self.config.run.iterations:  # or another has made it longer
             resuming.check(self.directory)
-            begun = resuming.has_begun(self.directory)
+            begun = resuming.has_begun(self.directory.url)
             check_inputs(self.config, joins=self._cluster is not None, begun=begun)
             self._checked = self.config.run.iterations
         for name, url in (("run.dir", self.config.run.dir), ("latents.url", self.config.latents.url)):

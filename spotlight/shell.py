@@ -420,7 +420,7 @@ def _submit_again(parsed: argparse.Namespace) -> None:
     if resuming.is_over(run, settings):
         longer = f"`spotlight resume {run.url} --iterations {2 * settings.run.iterations}`"
         raise SpotlightError(f"{run.url}: all its iterations are done; {longer} makes it longer")
-    check_inputs(settings, begun=resuming.has_begun(run))
+    check_inputs(settings, begun=resuming.has_begun(run.url))
     found = scripts(settings, run.url, begin=parsed.begin)
     if parsed.dry_run:
         _show(found)

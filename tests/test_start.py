@@ -111,6 +111,7 @@ def test_an_exported_lora_is_what_another_run_begins_with_which_then_needs_it_no
     shutil.rmtree(tmp_path / "lora")
 
     Run.resume(run.path)
+    Run.into(run.path, run.path / "config.toml")
     assert InProcess().prepare(str(run.path)).start == start
     for part in weights.PARTS.values():
         found = weights.load(run.url, start, part)

@@ -43,14 +43,25 @@ def create_run(settings: config.Config, now_s: float, *, simulated: bool = False
     raise SpotlightError(f"{parent}: a hundred runs named {settings.run.name!r} were started this second")
 
 
+def check_place(place: str | Path) -> None:
+    """
+    Raises:
+        SpotlightError: no run can be there, or its store does not answer.
+    """
+    if not str(place).strip() or "\0" in str(place):
+        raise SpotlightError(f"{str(place)!r} is no run directory: name one, or leave it out for a new one")
+    if is_url(place):
+        check_address(str(place))
+        check_reach(str(place))
+
+
 def create_run_at(place: str | Path, settings: config.Config) -> RunDir:
     """Open the run in this directory, or at this URL; if nothing is there, it is made.
 
     Raises:
         SpotlightError: what is there is no run, one of other settings, or another user's.
     """
-    if not str(place).strip():
-        raise SpotlightError(f"{str(place)!r} is no run directory: name one, or leave it out for a new one")
+    check_place(place)
     place = place if is_url(place) else Path(place).resolve()
     with looked_into(place):
         _create_if_absent(place, settings)
@@ -94,8 +105,6 @@ def _create_if_absent(place: str | Path, settings: config.Config) -> None:
         SpotlightError: something is there, and it is no run.
     """
     if is_url(place):
-        check_address(str(place))
-        check_reach(str(place))
         if objects_at(place).size(config.RESOLVED) is None:
             _create(str(place), settings, anew=False)
         return

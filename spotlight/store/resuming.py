@@ -109,9 +109,9 @@ def unvalidated(run: RunDir, config: Config, done: int) -> Iterator[int]:
     return (version for version in due if version not in validated)
 
 
-def has_begun(run: RunDir) -> bool:
-    """Whether the initial weights are published."""
-    return published(run.url, 0) is not None
+def has_begun(place: str | Path) -> bool:
+    """Whether there is a run in this directory, or at this URL, whose initial weights are published."""
+    return published(place, 0) is not None
 
 
 def is_over(run: RunDir, config: Config) -> bool:
