@@ -78,8 +78,8 @@ class Price:
 
 
 Prices = Mapping[str, Price]
-"""``{pool: price of one of its workers}``. If the reserved workers have another type of GPU than the spot ones,
-`ON_DEMAND` has the on-demand price of a GPU like the spot ones."""
+"""``{pool: price of one of its workers}``. If the reserved workers only take the updates, on another type of GPU than
+the spot ones' or on none, `ON_DEMAND` has the on-demand price of a GPU like the spot ones."""
 ON_DEMAND = "on demand"
 
 
