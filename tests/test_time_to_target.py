@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from math import inf
+from itertools import product
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import time_to_target
@@ -201,6 +203,21 @@ def test_an_interval_holds_what_other_seeds_might_have_shown() -> None:
     assert whole == pytest.approx(2.7)
     assert 2.0 < low < 2.4
     assert 3.0 < high < 3.4
+
+
+def test_an_interval_is_that_of_all_draws_of_the_seeds() -> None:
+    theirs, ours = {0: 7.0, 1: 9.0, 2: 20.0, 3: inf}, {0: 5.0, 1: 1.0, 2: inf, 3: 4.0}
+
+    def of(draw: tuple[int, ...]) -> float:
+        a, b = (float(np.median([side[seed] for seed in draw])) for side in (theirs, ours))
+        return 1.0 if a == b == inf else a / b
+
+    every = sorted(map(of, product(range(4), repeat=4)))
+    expected = every[ceil(0.025 * len(every)) - 1], every[ceil(0.975 * len(every)) - 1]
+
+    assert outcomes.interval(theirs, ours)[1:] == expected
+    many = {seed: float(seed + 1) for seed in range(20)}
+    assert outcomes.interval(many, many) == (1.0, 1.0, 1.0)
 
 
 def test_a_target_is_reached_by_two_validations_in_a_row() -> None:
