@@ -520,9 +520,17 @@ class Run:
 
     @property
     def client(self) -> Client:
-        """The Dask client of the cluster, while the run goes on."""
+        """The Dask client of the cluster, while the run goes on.
+
+        Raises:
+            SpotlightError: it does not run here, or has no cluster yet.
+        """
         if self.pools is None:
-            raise SpotlightError("the run has no cluster now: it is not running, or not yet")
+            raise SpotlightError(
+                "this run's cluster is not there yet: try again in a moment"
+                if self._is_ours
+                else "this run has no cluster here and now: start it, or use the client where it was started"
+            )
         return self.pools.client
 
     def report(self) -> Path:
