@@ -124,6 +124,8 @@ class RunDir:
 
     @classmethod
     def _open(cls, path: str) -> RunDir:
+        if not path.strip():  # an unset variable of a shell; as a path it would be where we are
+            raise SpotlightError(f"{path!r} is no run directory: name one")
         if is_url(path):
             check_address(path)
             check_reach(path)
