@@ -75,14 +75,15 @@ class Background:
         self._stop.set()
 
     def stop_with_process(self) -> None:
-        """Stop it with a message on stderr, and wait for its end."""
-        self.stop()
-        print(
-            f"spotlight: this process ends, and with it the run; `{self._run.resume_command}` goes on, and "
-            "`run.wait()` would wait for its end",
-            file=sys.stderr,
-            flush=True,
-        )
+        """Stop it, with a message on stderr unless it was asked to stop before, and wait for its end."""
+        if not self._stop.is_set():
+            self.stop()
+            print(
+                f"spotlight: this process ends, and with it the run; `{self._run.resume_command}` goes on, and "
+                "`run.wait()` would wait for its end",
+                file=sys.stderr,
+                flush=True,
+            )
         self.wait()
 
     def _work(self) -> None:
