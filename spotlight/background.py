@@ -114,6 +114,18 @@ class Background:
             raise
 
 
+def refuse_at_the_end() -> None:
+    """
+    Raises:
+        SpotlightError: the main thread has ended. Python then lets no executor begin anything, and Dask needs some.
+    """
+    if threading._SHUTTING_DOWN:  # type: ignore[attr-defined]
+        raise SpotlightError(
+            "this process is ending, for its main thread is done, so no run can begin in it: have the main thread wait "
+            "for the one that starts the run (`thread.join()`)"
+        )
+
+
 def begun_here(url: str) -> Background | None:
     """The driver of this run, if it is a live thread of this process."""
     with _starting:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight import config as configuration
-from spotlight.background import Background, begun_here
+from spotlight.background import Background, begun_here, refuse_at_the_end
 from spotlight.clock import wall_clock
 from spotlight.detached import begin, end_of, stop
 from spotlight.driver import POLL_S
@@ -174,6 +174,8 @@ class Run:
             SpotlightError: it runs already, or cannot begin.
         """
         rewards.refuse_while_importing()
+        if not detached:
+            refuse_at_the_end()
         if self._is_ours:
             raise SpotlightError(f"{self.directory.url}: this run is already running")
         if self._directory is not None:
