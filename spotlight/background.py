@@ -75,14 +75,15 @@ class Background:
         self._stop.set()
 
     def stop_with_process(self) -> None:
-        """Stop it with a message on stderr, and wait for its end."""
-        self.stop()
-        print(
-            f"spotlight: this process ends, and with it the run; `{self._run.resume_command}` goes on, and "
-            "`run.wait()` would wait for its end",
-            file=sys.stderr,
-            flush=True,
-        )
+        """Stop it, with a message on stderr unless it was asked to stop before, and wait for its end."""
+        if not self._stop.is_set():
+            self.stop()
+            print(
+                f"spotlight: this process ends, and with it the run; `{self._run.resume_command}` goes on, and "
+                "`run.wait()` would wait for its end",
+                file=sys.stderr,
+                flush=True,
+            )
         self.wait()
 
     def _work(self) -> None:
@@ -111,6 +112,18 @@ class Background:
             self.error = _explain(error, self._run)
             lease.failed(in_a_sentence(self.error))
             raise
+
+
+def refuse_at_the_end() -> None:
+    """
+    Raises:
+        SpotlightError: the main thread has ended. Python then lets no executor begin anything, and Dask needs some.
+    """
+    if threading._SHUTTING_DOWN:  # type: ignore[attr-defined]
+        raise SpotlightError(
+            "this process is ending, for its main thread is done, so no run can begin in it: have the main thread wait "
+            "for the one that starts the run (`thread.join()`)"
+        )
 
 
 def begun_here(url: str) -> Background | None:

@@ -118,13 +118,14 @@ def _is_command(pid: int) -> bool:
 
 
 def end_of(process: subprocess.Popen[bytes], run: RunDir, timeout_s: float | None) -> None:
-    """Wait for the end of such a driver, at most ``timeout_s``.
+    """Wait for the end of such a driver, at most ``timeout_s``. A killed one said nothing: its run is stopped.
 
     Raises:
         SpotlightError: it failed, with its own message.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
-        if process.wait(timeout_s) not in (0, STOPPED):
+        status = process.wait(timeout_s)
+        if status > 0 and status != STOPPED:
             raise SpotlightError(_last_words(run))
 
 

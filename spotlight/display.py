@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -42,7 +43,8 @@ def terminal() -> Console:
 
     Lines may be long in a file or a pipe.
     """
-    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else FILE_WIDTH
+    is_terminal = sys.stdout.isatty() and not os.environ.get("COLUMNS")  # whose width may change
+    width = None if is_terminal else shutil.get_terminal_size((FILE_WIDTH, 24)).columns  # COLUMNS=0 is no width
     return Console(markup=False, emoji=False, width=width)
 
 

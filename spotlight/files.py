@@ -32,6 +32,15 @@ def is_url(place: str | Path) -> bool:
     return "://" in str(place) and not str(place).startswith("file://")
 
 
+def is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: a file name's bytes that are no text become lone surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check_url(url: str) -> None:
     """Check an address: it is shown and written down, so it may hold no secret; an object store's must name a bucket.
 

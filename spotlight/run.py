@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight import config as configuration
-from spotlight.background import Background, begun_here
+from spotlight.background import Background, begun_here, refuse_at_the_end
 from spotlight.clock import wall_clock
 from spotlight.detached import begin, end_of, stop
 from spotlight.driver import POLL_S
@@ -174,6 +174,8 @@ class Run:
             SpotlightError: it runs already, or cannot begin.
         """
         rewards.refuse_while_importing()
+        if not detached:
+            refuse_at_the_end()
         if self._is_ours:
             raise SpotlightError(f"{self.directory.url}: this run is already running")
         if self._directory is not None:
@@ -520,9 +522,17 @@ class Run:
 
     @property
     def client(self) -> Client:
-        """The Dask client of the cluster, while the run goes on."""
+        """The Dask client of the cluster, while the run goes on.
+
+        Raises:
+            SpotlightError: it does not run here, or has no cluster yet.
+        """
         if self.pools is None:
-            raise SpotlightError("the run has no cluster now: it is not running, or not yet")
+            raise SpotlightError(
+                "this run's cluster is not there yet: try again in a moment"
+                if self._is_ours
+                else "this run has no cluster here and now: start it, or use the client where it was started"
+            )
         return self.pools.client
 
     def report(self) -> Path:

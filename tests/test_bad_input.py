@@ -58,6 +58,25 @@ def stopped(undisturbed: Path, tmp_path: Path) -> RunDir:
     return run
 
 
+def test_a_run_whose_path_is_no_text_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it made, found again, or looked at."""
+    here = Path(os.fsdecode(os.fsencode(tmp_path) + b"/gr\xfcn"))
+    here.mkdir()
+    settings = config.load(settings_file(tmp_path), ["run.dir=runs"])
+    monkeypatch.chdir(here)
+
+    with pytest.raises(
+        SpotlightError, match=r"gr\\udcfcn/runs/run-.*bytes that are not UTF-8, .* rename that directory"
+    ):
+        create_run(settings, now_s=0.0)
+    for begin in (lambda: create_run_at(here / "a", settings), lambda: RunDir.open(here)):
+        with pytest.raises(SpotlightError, match="rename that directory"):
+            begin()
+    assert list(here.iterdir()) == []
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system that can be filled without harm."""

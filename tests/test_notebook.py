@@ -131,6 +131,8 @@ def test_a_run_that_goes_on_elsewhere_is_seen_as_it_is_and_is_stopped_once_its_d
     done = wait_for(lambda: len(run.history))
     with pytest.raises(TimeoutError, match="still running"):
         run.wait(0.3)
+    with pytest.raises(SpotlightError, match="no cluster here and now: start it, or use the client where it was"):
+        _ = run.client
     kill(pid)
     wait_for(lambda: not run.alive)
 

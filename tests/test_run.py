@@ -517,6 +517,39 @@ def test_a_script_that_ends_without_waiting_for_its_run_stops_it_and_says_so(wat
     watched.assert_nothing_is_left(tmp_path)
 
 
+STOPS = """
+import sys, spotlight
+spotlight.Run(sys.argv[1]).start().stop()
+"""
+
+
+def test_a_script_that_stops_its_run_and_ends_is_not_told_that_its_run_ends(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", STOPS, str(settings_file(tmp_path))]
+    done = subprocess.run(script, cwd=ROOT, text=True, capture_output=True, timeout=WAIT_S, check=False)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+LATE = """
+import sys, threading
+from spotlight import Run
+
+def begin():
+    threading.main_thread().join()
+    Run(sys.argv[1]).start()
+
+threading.Thread(target=begin).start()
+"""
+
+
+def test_a_run_that_begins_when_its_script_has_ended_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", LATE, str(settings_file(tmp_path))]
+    done = subprocess.run(script, cwd=ROOT, text=True, capture_output=True, timeout=WAIT_S, check=False)
+
+    assert "SpotlightError: this process is ending, for its main thread is done" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
 FORKS = """
 import os, sys
 from spotlight import Run, background

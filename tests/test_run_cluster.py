@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import dask
 import pytest
@@ -70,6 +70,8 @@ def test_a_pool_that_is_made_smaller_has_its_last_workers_leave_and_may_grow_aga
         wait_for(lambda: ("spot-1", "sent away") in spot())
         with pytest.raises(SpotlightError, match=r"spot = 3: this run can have 0, 1, 2 \(pools\.spot\.workers\)"):
             live.pools.scale(spot=3)
+        with pytest.raises(SpotlightError, match="spot = '1': give a whole number"):
+            live.pools.scale(spot=cast(int, "1"))
         live.pools.scale(spot=2)
         wait_for(lambda: len(spot()) == 3)
         assert sorted(spot()) == [("spot-0", ""), ("spot-1", ""), ("spot-1", "sent away")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -216,6 +217,16 @@ def test_a_detached_driver_that_cannot_begin_leaves_a_run_that_failed(
     assert (run.state, run.status.error) == ("failed", "the driver ended: no such module")
     with pytest.raises(SpotlightError, match="no such module"):
         run.wait()
+
+
+def test_a_detached_driver_that_is_killed_leaves_a_run_that_is_stopped(tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path), [*SMALL, "run.iterations=200"]).start(detached=True)
+    assert (holder := run.directory.lease_holder())
+    os.kill(holder.pid, signal.SIGKILL)
+
+    for each in (run, attach(run.directory.path)):
+        with pytest.raises(Stopped, match=r"ended without a word: killed, .*; resume with: spotlight resume"):
+            each.wait(WAIT_S)
 
 
 def test_a_simulation_that_was_interrupted_is_stopped_and_not_new(tmp_path: Path) -> None:

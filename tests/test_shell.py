@@ -69,6 +69,23 @@ def test_a_run_that_is_not_there_is_not_told_what_it_lacks(tmp_path: Path, capsy
     assert capsys.readouterr().err.startswith(f"spotlight: {tmp_path / 'nope'}: no such directory; ")
 
 
+@pytest.mark.parametrize("verb", ["status", "report", "stop"])
+def test_a_run_that_is_not_named_is_not_where_we_are(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where a script names a variable that is not set."""
+    assert main([verb, ""]) == 1
+    assert capsys.readouterr().err == "spotlight: '' is no run directory: name one\n"
+
+
+def test_a_terminal_that_has_no_width_is_as_wide_as_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    run = create_run(load(settings_file(tmp_path)), now_s=0.0)
+
+    assert main(["status", run.url]) == 0
+    assert "0 of 2" in capsys.readouterr().out
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["--version"])

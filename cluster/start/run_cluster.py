@@ -37,6 +37,7 @@ from cluster.worker.plugin import SpotlightWorkerPlugin, Terms, member_name, ter
 from cluster.worker.process import continue_own_fork_server, own_fork_server_pid
 from spotlight.clock import ahead_s, wall_clock
 from spotlight.config import Config
+from spotlight.files import whole
 from spotlight.records import Drained, SpotlightError, WorkerLife
 from spotlight.store.device_locks import is_stopped
 from spotlight.store.leftovers import Scratch, sweep_ended, sweep_leftovers
@@ -279,7 +280,7 @@ class RunCluster:
             )
         places = {int(name.removeprefix("spot-")): place for name, place in _spot(cluster.workers)}
         possible = sorted({0, *places, self._spot_workers})
-        if spot not in possible:
+        if whole(spot, "spot") not in possible:
             raise SpotlightError(
                 f"spot = {spot}: this run can have {', '.join(map(str, possible))} (pools.spot.workers)"
             )

@@ -20,7 +20,7 @@ from pydantic import (
 from spotlight.config.learning import FILES_IN_OPTIONS, RewardSection
 from spotlight.config.section import Section
 from spotlight.config.settings import Config
-from spotlight.files import absolute, read_bytes, shown
+from spotlight.files import absolute, is_text, read_bytes, shown
 from spotlight.records import SpotlightError
 
 RESOLVED = "config.toml"
@@ -141,7 +141,7 @@ def dump(config: Config) -> str:
     """
     tree = config.model_dump(mode="json", exclude_none=True)
     for name, value in leaves(tree):
-        if not _is_text(str(value)):
+        if not is_text(str(value)):
             raise SpotlightError(
                 f"{name} = {shown(value)}: has bytes that are not UTF-8, which a file of settings cannot hold: give "
                 "it another name, or a path through another directory"
@@ -172,15 +172,6 @@ def is_whole(content: bytes) -> bool:
     """Whether nothing of a file that `resolved` wrote was cut off, or changed."""
     text, mark, digest = content.rpartition(WHOLE.encode())
     return bool(mark) and digest.strip() == sha256(text).hexdigest().encode()
-
-
-def _is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8: a file name's bytes that are no text become lone surrogates."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def differences(first: Config, second: Config) -> Iterator[str]:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from spotlight import config
 from spotlight.clock import wall_clock
-from spotlight.files import is_url, whole
+from spotlight.files import is_text, is_url, whole
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
@@ -81,6 +81,9 @@ class RunDir:
     Args:
         place: the directory; or the URL of an object store, where ``file://`` names a directory too.
         copy: directory on this machine for the files of a run at a URL; None: the one that its driver has.
+
+    Raises:
+        SpotlightError: its path is no text.
     """
 
     def __init__(self, place: str | Path, *, copy: Path | None = None) -> None:
@@ -88,6 +91,11 @@ class RunDir:
         self.path = copy if copy and remote else files_of(place).resolve()
         self.url = str(place).rstrip("/") if remote else str(self.path)
         """Where the run is, for its workers and for people."""
+        if not is_text(self.url):
+            raise SpotlightError(
+                f"{self.url!r}: the path of a run has bytes that are not UTF-8, which no report can hold: "
+                "rename that directory, or choose another one"
+            )
         self.name = self.url.rpartition("/")[2]
         self.objects = objects_at(self.url)
         self._journals = Journals(self.objects, self.path, (WORKERS,)) if remote else None
@@ -124,6 +132,8 @@ class RunDir:
 
     @classmethod
     def _open(cls, path: str) -> RunDir:
+        if not path.strip():  # an unset variable of a shell; as a path it would be where we are
+            raise SpotlightError(f"{path!r} is no run directory: name one")
         if is_url(path):
             check_address(path)
             check_reach(path)
