@@ -119,7 +119,7 @@ def refuse_at_the_end() -> None:
     Raises:
         SpotlightError: the main thread has ended. Python then lets no executor begin anything, and Dask needs some.
     """
-    if threading._SHUTTING_DOWN:  # type: ignore[attr-defined]
+    if getattr(threading, "_SHUTTING_DOWN", False):  # what `concurrent.futures` goes by
         raise SpotlightError(
             "this process is ending, for its main thread is done, so no run can begin in it: have the main thread wait "
             "for the one that starts the run (`thread.join()`)"

@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from runs import PROMPTS, WAIT_S, outcome, settings_file, spotlight, start, wait_for
-from spotlight import config
+from spotlight import config, driver
 from spotlight.records import SpotlightError
 from spotlight.run import Run
+from spotlight.shell import main
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.rows import HISTORY, VALIDATION
 from spotlight.store.rundir import RunDir
@@ -289,16 +290,20 @@ def test_a_full_disk_loses_nothing(undisturbed: Path, small_disk: Path) -> None:
     assert outcome(run_dir) == outcome(undisturbed)
 
 
-def test_what_nobody_foresaw_says_how_to_go_on(stopped: RunDir) -> None:
-    shutil.rmtree(stopped.path / "images")
-    (stopped.path / "images").touch()
+def test_what_nobody_foresaw_says_how_to_go_on(
+    stopped: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(path: Path) -> None:
+        raise ZeroDivisionError("of a kind that nobody foresaw")
 
-    failed = spotlight("resume", stopped.path)
+    monkeypatch.setattr(driver, "remove_half_written", fail)
 
-    assert failed.returncode == 70
-    assert "FileExistsError" in failed.stderr
-    assert f"`spotlight resume {stopped.path}` goes on" in failed.stderr
-    told = re.search(r"where it happened is in (\S+);", failed.stderr)
+    status, said = main(["resume", str(stopped.path)]), capsys.readouterr().err
+
+    assert status == 70
+    assert "ZeroDivisionError: of a kind" in said
+    assert f"`spotlight resume {stopped.path}` goes on" in said
+    told = re.search(r"where it happened is in (\S+);", said)
     assert told
     assert "Traceback" in Path(told[1]).read_text()
     Path(told[1]).unlink()
