@@ -355,6 +355,8 @@ def test_a_missing_file_is_refused_with_a_place_to_start(file: Path) -> None:
     absent = file.with_name("absent.toml")
 
     assert refusal(absent) == f"{absent}: no such settings file; examples/ holds some to start from"
+    with pytest.raises(SpotlightError, match="^'' is no settings file: name one"):
+        load("")
 
 
 def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:

@@ -45,6 +45,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         SpotlightError: the file, a key or a value is not usable; the text says which and why.
     """
+    if not str(path).strip():  # an unset variable of a shell
+        raise SpotlightError(f"{str(path)!r} is no settings file: name one; examples/ holds some to start from")
     path = Path(path)
     if not path.exists():
         raise SpotlightError(f"{path}: no such settings file; examples/ holds some to start from")

@@ -139,8 +139,11 @@ class RunDir:
             check_reach(path)
         run = cls(path)
         if run.objects.size(config.RESOLVED) is None:
-            lacks = f"not a run directory: it has no {config.RESOLVED}"
-            found = lacks if run.is_remote or run.path.is_dir() else "no such directory"
+            found = "no such directory"
+            if run.is_remote or run.path.is_dir():
+                found = f"not a run directory: it has no {config.RESOLVED}"
+            elif run.path.exists():
+                found = "a file, and no run directory"
             raise SpotlightError(f"{path}: {found}; `spotlight run CONFIG` makes one")
         if run._journals:
             run.pull(anew=True)
