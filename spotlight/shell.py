@@ -263,7 +263,7 @@ def _local(path: str) -> Path:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, help="settings, a TOML file; see examples/")
+    parser.add_argument("config", help="settings, a TOML file; see examples/")
     _add_overrides(parser, "run.seed=3")
 
 

@@ -64,9 +64,11 @@ def test_what_a_person_can_put_right_is_one_sentence_and_status_1(
     assert len(said.err.splitlines()) == 1
 
 
-def test_a_run_that_is_not_there_is_not_told_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_not_told_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path / "nope")]) == 1
     assert capsys.readouterr().err.startswith(f"spotlight: {tmp_path / 'nope'}: no such directory; ")
+    assert main(["run", ""]) == 1
+    assert capsys.readouterr().err.startswith("spotlight: '' is no settings file: name one")
     (tmp_path / "notes").touch()
     assert main(["status", str(tmp_path / "notes")]) == 1
     assert capsys.readouterr().err.startswith(f"spotlight: {tmp_path / 'notes'}: a file, and no run directory; ")
