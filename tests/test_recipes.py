@@ -198,10 +198,10 @@ def test_the_driver_is_given_settings_that_load_and_the_scheduler(resources: Map
         (tmp_path / name).write_text(text)
 
     driver = _parser().parse_args(arguments)
-    settings = config.load(tmp_path / driver.config.name)
+    settings = config.load(tmp_path / Path(driver.config).name)
 
     assert program == "spotlight"
-    assert str(driver.config.parent) == mounts["settings"]
+    assert str(Path(driver.config).parent) == mounts["settings"]
     assert driver.cluster == environment(resources, pod)["DASK_SCHEDULER_ADDRESS"]
     assert settings.pools.spot.workers == resources["DaskWorkerGroup spotlight-spot"]["spec"]["worker"]["replicas"]
     assert settings.pools.spot.grace_s < pods(resources)["spot"]["terminationGracePeriodSeconds"]
