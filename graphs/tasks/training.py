@@ -170,14 +170,12 @@ def whole(parts: Sequence[TrainingSet], *, filters: bool = False) -> TrainingSet
     flat = sum(part.metrics["zero_std_ratio"] * count for part, count in zip(parts, groups, strict=True))
     tables = range(min(len(part.table_samples) for part in parts))
     table_samples = tuple(sum(part.table_samples[at] for part in parts) for at in tables)
-    means = {
-        (name := f"reward_{at + 1}_mean"): sum(
-            part.metrics[name] * part.table_samples[at] for part in parts if part.table_samples[at]
-        )
-        / count
-        for at, count in enumerate(table_samples)
-        if count
-    }
+    means = {}
+    for at, count in enumerate(table_samples):
+        name = f"reward_{at + 1}_mean"
+        total = sum(part.metrics[name] * part.table_samples[at] for part in parts if part.table_samples[at])
+        if count:
+            means[name] = total / count
     return TrainingSet(
         samples=samples,
         metrics=_statistics(samples, flat=flat / sum(groups), filters=filters) | means,
