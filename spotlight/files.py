@@ -57,6 +57,19 @@ def check_url(url: str) -> None:
         raise ValueError(f"{url!r} names no bucket: expected {scheme}://BUCKET, and a path in it")
 
 
+def check_slashes(place: str | Path) -> None:
+    """
+    Raises:
+        SpotlightError: it is an object store's address with one slash, as a `pathlib.Path` has it.
+    """
+    scheme, _, rest = str(place).partition(":/")
+    if scheme in OBJECT_SCHEMES and not rest.startswith("/"):
+        raise SpotlightError(
+            f"{shown(str(place))}: an object store's address has two slashes: give {scheme}://{rest}, and as text, for "
+            "a pathlib.Path keeps only one"
+        )
+
+
 def shown(value: object) -> str:
     """A wrong value as an error shows it: its beginning, if it is long."""
     try:
@@ -84,6 +97,7 @@ def absolute(base: Path, path: str) -> str:
     Raises:
         SpotlightError: no file can be there.
     """
+    check_slashes(path)
     if len(path) > PATH_MAX:
         raise SpotlightError(f"{shown(path)}: has {len(path)} characters, and a path has {PATH_MAX} at most")
     try:

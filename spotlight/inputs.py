@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -24,6 +24,9 @@ from spotlight.store.accounts import pool_prices
 TAGS_SHOWN = 8
 MADE_UP_H_MAX = 100_000
 """Longest synthetic trace: eleven years, which took 2 to 27 s to make for eight workers, by model (one busy core)."""
+SPANS_MAX = 10.0
+"""Largest ratio of two rewards' ranges: beyond it, the smaller hardly counts in their sum. The ratio is 2.2 with
+weights that make PickScore and the CLIP score Flow-GRPO's (14 / 26 and 0.35 x 100 / 30), beside a reward of 0 to 1."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ def check_inputs(
     live: bool = True,
     joins: bool = False,
     begun: bool = False,
-    logged: Container[str] = (),
+    logged: set[str] | None = None,
 ) -> None:
     """Check all that could stop the run once its cluster is up; doubtful settings are logged.
 
@@ -44,11 +47,10 @@ def check_inputs(
         live: whether the run will have workers.
         joins: whether those are of an existing cluster.
         begun: whether the run has its first weights, so that it no longer needs the LoRA to start from.
-        logged: doubts that were logged before.
+        logged: doubts that were logged before; new ones are added.
     """
-    for doubt in settings.doubts:
-        if doubt not in logged:
-            logger.warning("%s", doubt)
+    logged = set() if logged is None else logged
+    _log(settings.doubts, logged)
     data, model = settings.data, settings.model
     now_s = wall_clock()
     for name, price in pool_prices(settings).items():
@@ -77,6 +79,7 @@ def check_inputs(
             )
     rewards.read_again(table.name for table in (settings.reward, *settings.reward.also))
     scorer = rewards.build(settings.reward)
+    _log(_doubtful_weights(settings, scorer), logged)
     for path in (data.train_prompts, data.validation_prompts):
         check_prompts(read_prompts(path), path, scorer.check_prompt)
     _check_tags(settings)
@@ -112,6 +115,32 @@ def check_inputs(
         from spotlight.rl.models import device_of  # torch, which takes seconds
 
         device_of(model)
+
+
+def _log(doubts: Iterable[str], logged: set[str]) -> None:
+    for doubt in doubts:
+        if doubt not in logged:
+            logger.warning("%s", doubt)
+            logged.add(doubt)
+
+
+def _doubtful_weights(settings: configuration.Config, scorer: rewards.Scorer) -> Iterator[str]:
+    """A sentence that one of several rewards hardly counts in their sum, if so."""
+    train = settings.train
+    if not isinstance(scorer, rewards.Weighted) or (train.combine == "advantages" and train.advantage_std != "none"):
+        return
+    names = [table.name for table in (settings.reward, *settings.reward.also)]
+    ranges = [rewards.planned_range(part) for _, part in scorer.parts]
+    spans = [abs(weight) * (high - low) for (weight, _), (low, high) in zip(scorer.parts, ranges, strict=True)]
+    by_span = sorted(zip(spans, names, strict=True))
+    (least, weak), (most, strong) = by_span[0], by_span[-1]
+    if most > SPANS_MAX * least:
+        with_std = ', and train.advantage_std to "global" or "group"' if train.advantage_std == "none" else ""
+        yield (
+            f"reward.weight: rewards are added up as they are; {strong!r} spans {most:g} and {weak!r} {least:g}, "
+            "weights included, so the second has hardly any say; published weights are for PickScore over 26 and the "
+            f'CLIP score times 100 / 30: change the weights, or set train.combine = "advantages"{with_std}'
+        )
 
 
 def _check_durations(settings: configuration.Config) -> None:

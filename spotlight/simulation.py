@@ -118,7 +118,6 @@ def simulate(
     logged = set[str]()
     for _, each in runs:  # at once, for a run may take hours
         check_inputs(each, with_model=learning == "real", live=False, logged=logged)
-        logged.update(each.doubts)
     return (Simulation(name, each, learning, follow).go(report=report) for name, each in runs)
 
 

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -105,9 +106,17 @@ class Undecided(Counting):
         return False  # type: ignore[return-value]
 
 
+class Awaited(Scorer):
+    """Wants to be awaited."""
+
+    async def __call__(self, images_BHWC: Any, prompts: Any) -> list[float]:  # type: ignore[override]
+        return [0.0 for _ in images_BHWC]
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        ("Awaited", r"__call__ is a coroutine, which nothing awaits: write `def` instead of `async def`"),
         ("Nothing", "scores nothing: give it __call__"),
         ("Unlicensed", r"cannot be made: RuntimeError: no license \(.*test_extending\.py:\d+\)"),
         ("no:Such", r"No module named 'no'.*PYTHONPATH"),

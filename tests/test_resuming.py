@@ -31,7 +31,7 @@ from spotlight.run import Run
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
-from spotlight.store.rows import DECISIONS, HISTORY, PROMPTS, SPANS, STARTED, VALIDATION, WORKERS
+from spotlight.store.rows import DECISIONS, FOLDERS, HISTORY, PROMPTS, SPANS, STARTED, VALIDATION, WORKERS
 from spotlight.store.rundir import RunDir
 
 LAST = 3
@@ -466,6 +466,20 @@ def test_a_directory_in_place_of_a_file_is_no_empty_file(killed: RunDir) -> None
     (killed.path / HISTORY).mkdir()
 
     assert f"{killed.path / HISTORY}: cannot be read: Is a directory" in refusal(killed)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_file_in_place_of_a_directory_is_named(killed: RunDir, name: str) -> None:
+    path = killed.path / name
+    if path.exists():
+        remove(path)
+    path.touch()
+
+    assert refusal(killed) == f"{path}: expected a directory, found a file: move it away, or delete it"
+
+
+def test_all_directories_of_a_run_are_known(runs: tuple[Path, Path]) -> None:
+    assert {path.name for run in runs for path in run.iterdir() if path.is_dir()} <= set(FOLDERS)
 
 
 def test_a_directory_in_the_place_of_a_file_that_is_to_be_written_is_named(killed: RunDir) -> None:

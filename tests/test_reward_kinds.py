@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import matplotlib
 import numpy as np
@@ -30,7 +30,6 @@ from transformers import (
 from pipelines import clip_tokenizer, write_clip
 from spotlight import config
 from spotlight.config import RewardSection
-from spotlight.config.doubts import USUAL_SPANS
 from spotlight.inputs import check_inputs
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.prompts import read_prompts
@@ -570,6 +569,15 @@ class ImagesAlone(Scorer):
         return [0.0 for _ in images_BHWC]
 
 
+class OutOfAHundred(Scorer):
+    """Has a range of its own."""
+
+    range: ClassVar[tuple[float, float]] = (0.0, 100.0)
+
+    def __call__(self, images_BHWC: Any, prompts: Any) -> list[float]:
+        return [50.0 for _ in images_BHWC]
+
+
 @pytest.mark.parametrize("key", ["attempts", "batch", "limit_s", "patience_s"])
 def test_what_counts_of_the_first_table_alone_is_doubted_in_a_further_one(tmp_path: Path, key: str) -> None:
     tables = [{"name": "ocr", key: 7}, {"name": "ocr", key: 8}]
@@ -591,26 +599,27 @@ def test_what_counts_of_the_first_table_alone_is_doubted_in_a_further_one(tmp_pa
         ({"pickscore": 1.0, "ocr": 1.0}, {"combine": "advantages"}, False),
         ({"pickscore": 1.0, "ocr": 1.0}, {"combine": "advantages", "advantage_std": "none"}, True),
         ({"clip-score": 1.0, "ocr": 1.0}, {}, False),
+        ({"test_reward_kinds:OutOfAHundred": 1.0, "ocr": 1.0}, {}, True),
+        ({"test_reward_kinds:OutOfAHundred": 0.01, "ocr": 1.0}, {}, False),
     ],
 )
 def test_a_sum_of_rewards_in_which_one_has_hardly_any_say_is_doubted(
-    tmp_path: Path, weights: dict[str, float], train: dict[str, str], is_doubted: bool
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    clip: Path,
+    weights: dict[str, float],
+    train: dict[str, str],
+    is_doubted: bool,
 ) -> None:
-    tables = [{"name": name, "weight": weight} for name, weight in weights.items()]
-    data = {"train_prompts": "a", "validation_prompts": "b"}
-    settings = config.resolve({"data": data, "reward": tables, "train": train}, tmp_path)
+    of_clip = {name: {"path": str(clip)} for name in ("pickscore", "clip-score")}
+    tables = [{"name": name, "weight": weight, **of_clip.get(name, {})} for name, weight in weights.items()]
+    (tmp_path / "prompts.txt").write_text('A sign that says "47"\n')
+    data = {"train_prompts": "prompts.txt", "validation_prompts": "prompts.txt"}
+    settings = config.resolve({"data": data, "reward": tables, "train": train, "rollout": {"prompts": 1}}, tmp_path)
 
-    assert [doubt.partition(":")[0] for doubt in settings.doubts] == ["reward.weight"] * is_doubted
+    check_inputs(settings, with_model=False)
 
-
-def test_the_spans_that_doubts_are_based_on_are_those_of_the_scorers() -> None:
-    kinds: dict[str, type[ClipScorer]] = {
-        "pickscore": PickScorer,
-        "clip-score": ClipScorer,
-        "aesthetic": AestheticScorer,
-    }
-
-    assert {name: high - low for name, kind in kinds.items() for low, high in [kind.usual or kind.range]} == USUAL_SPANS
+    assert ["reward.weight:" in record.message for record in caplog.records] == [True] * is_doubted
 
 
 @pytest.mark.parametrize("key", ["nmae", "nam"])

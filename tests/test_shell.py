@@ -237,6 +237,12 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
     for nowhere in ("", "a\0b"):
         with pytest.raises(SpotlightError, match="is no run directory: name one"):
             Run.into(nowhere, settings)
+    for place in (Path("s3://bucket/runs"), "s3:/bucket/runs"):
+        with pytest.raises(SpotlightError, match=r"has two slashes: give s3://bucket/runs, and as text"):
+            Run.into(place, settings)
+        with pytest.raises(SpotlightError, match=r"has two slashes: give s3://bucket/runs, and as text"):
+            Run.attach(place)
+    assert not Path("s3:").exists()
 
 
 def test_a_run_into_a_directory_with_changed_prompts_is_refused(tmp_path: Path) -> None:

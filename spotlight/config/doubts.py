@@ -10,17 +10,10 @@ from spotlight.config.machines import NO_GPU
 from spotlight.market.prices import USUAL_GPU, price_list, usd_per_h
 
 if TYPE_CHECKING:
-    from spotlight.config.learning import RewardSection
     from spotlight.config.settings import Config
 
 ALL_WEIGHTS_RATE = 5e-5
 """A learning rate above it is a LoRA's; published recipes for all weights have 1e-5 (DanceGRPO, MixGRPO)."""
-
-USUAL_SPANS = {"pickscore": 14.0, "clip-score": 0.35, "aesthetic": 10.0}
-"""Range of the rewards of real images, by scorer (`rewards.planned_range`); 1 for others."""
-SPANS_MAX = 10.0
-"""Largest ratio of two rewards' ranges: beyond it, the smaller hardly counts in their sum. The ratio is 2.2 with
-weights that make PickScore and the CLIP score Flow-GRPO's (14 / 26 and 0.35 x 100 / 30), beside a reward of 0 to 1."""
 
 
 def doubts_of(settings: Config) -> Iterator[str]:
@@ -71,27 +64,11 @@ def _of_training(settings: Config) -> Iterator[str]:
                 f"reward.{name} = {min(others):g} of a further [[reward]] table counts nothing: the first table's "
                 f"does, and is {first:g}"
             )
-    spans = [(abs(table.weight) * _span(table), table.name) for table in (settings.reward, *settings.reward.also)]
-    (least, weak), (most, strong) = min(spans), max(spans)
-    are_scaled = train.combine == "advantages" and train.advantage_std != "none"
-    if not are_scaled and most > SPANS_MAX * least:
-        with_std = ', and train.advantage_std to "global" or "group"' if train.advantage_std == "none" else ""
-        yield (
-            f"reward.weight: rewards are added up as they are; {strong!r} spans {most:g} and {weak!r} {least:g}, "
-            "weights included, so the second has hardly any say; published weights are for PickScore over 26 and the "
-            f'CLIP score times 100 / 30: change the weights, or set train.combine = "advantages"{with_std}'
-        )
     if settings.reward.name == "ocr" and not model.embedded:
         yield (
             'reward.name = "ocr" takes the whole image for one line of text, and reads next to nothing in a scene: set '
             'reward.name = "scene-ocr"'
         )
-
-
-def _span(reward: RewardSection) -> float:
-    """Range of a scorer's rewards on real images, as far as it is known."""
-    low, high = reward.range or (0.0, USUAL_SPANS.get(reward.name, 1.0))
-    return high - low
 
 
 def _of_exploration(settings: Config) -> Iterator[str]:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from spotlight.config.section import DAY_S, GUIDANCE_MAX, PX_MAX, WIDTH_MAX, Section, check_address, distinct
-from spotlight.files import OBJECT_SCHEMES, is_url, shown
-from spotlight.records import STOCHASTIC, Policy, Sampler
+from spotlight.files import OBJECT_SCHEMES, check_slashes, is_url, shown
+from spotlight.records import STOCHASTIC, Policy, Sampler, SpotlightError
 
 SEED_MAX = 2**63 - 1
 """The largest integer of TOML."""
@@ -63,9 +63,10 @@ class RunSection(Section):
             raise ValueError(f"run.dir = {shown(self.dir)}: a path has no NUL; give that of a directory")
         if is_url(self.dir):
             check_address("run.dir", self.dir, OBJECT_SCHEMES)
-        scheme, colon, rest = self.dir.partition(":/")
-        if colon and scheme in OBJECT_SCHEMES and not rest.startswith("/"):
-            raise ValueError(f"run.dir = {shown(self.dir)}: a URL has two slashes: give {scheme}://{rest}")
+        try:
+            check_slashes(self.dir)
+        except SpotlightError as error:
+            raise ValueError(f"run.dir = {error}") from None
         return self
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from spotlight import config
-from spotlight.files import digest, is_url, read_bytes, read_files
+from spotlight.files import check_slashes, digest, is_url, read_bytes, read_files
 from spotlight.records import SpotlightError
 from spotlight.store.file_lock import FileLock
 from spotlight.store.objects import StoreError, atomic_write, check_address, check_reach, objects_at
@@ -50,6 +50,7 @@ def check_place(place: str | Path) -> None:
     """
     if not str(place).strip() or "\0" in str(place):
         raise SpotlightError(f"{str(place)!r} is no run directory: name one, or leave it out for a new one")
+    check_slashes(place)
     if is_url(place):
         check_address(str(place))
         check_reach(str(place))

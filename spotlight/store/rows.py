@@ -24,6 +24,7 @@ SUMMARY = "summary.json"
 SIMULATED = "simulated.json"
 """Only in the directory of a simulated run: a `Simulated`."""
 
+FOLDERS = ("beliefs", "images", "latents", "offload", "prices", "prompts", "selections", "updates", "weights")
 JOURNALS = (HISTORY, VALIDATION, SPANS, WORKERS, EVENTS, DECISIONS, QUARANTINED)
 STARTED = "started.json"
 """A `Started`, which tells a run from others of its name. At a URL it is written first, so that a name has one run; in

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from spotlight import config
 from spotlight.clock import wall_clock
-from spotlight.files import is_text, is_url, whole
+from spotlight.files import check_slashes, is_text, is_url, whole
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
@@ -39,6 +39,7 @@ from spotlight.store.lines import Growing, Lines
 from spotlight.store.objects import atomic_write, check_address, check_reach, objects_at
 from spotlight.store.rows import (
     DECISIONS,
+    FOLDERS,
     HISTORY,
     JOURNALS,
     PROMPTS,
@@ -91,6 +92,7 @@ class RunDir:
         self.path = copy if copy and remote else files_of(place).resolve()
         self.url = str(place).rstrip("/") if remote else str(self.path)
         """Where the run is, for its workers and for people."""
+        check_slashes(place)
         if not is_text(self.url):
             raise SpotlightError(
                 f"{self.url!r}: the path of a run has bytes that are not UTF-8, which no report can hold: "
@@ -150,6 +152,8 @@ class RunDir:
         else:
             for found in _forbidden_entries(run.path, run.path):
                 raise SpotlightError(found)
+            for file in filter(Path.is_file, map(run.path.joinpath, FOLDERS)):
+                raise SpotlightError(f"{file}: expected a directory, found a file: move it away, or delete it")
         return run
 
     def pull(self, *, anew: bool = False) -> None:

@@ -201,6 +201,11 @@ def _check_kind(kind: Any, setting: str) -> None:
                 f"{setting}: its {name} cannot be called with images and prompts ({error}): give it the arguments "
                 "(self, images_BHWC, prompts)"
             ) from None
+        if inspect.iscoroutinefunction(getattr(kind, name)):
+            raise SpotlightError(
+                f"{setting}: its {name} is a coroutine, which nothing awaits: write `def` instead of `async def`, and "
+                "asyncio.run(...) in it"
+            )
 
 
 def _made(kind: Callable[..., Made], setting: str, options: Mapping[str, Any]) -> Made:
