@@ -80,6 +80,19 @@ class Scorer:
         self.check(prompt.text)
 
 
+def planned_range(scorer: Scorer) -> tuple[float, float]:
+    """The range of rewards that the planner looks at: where real ones lie, if that is known."""
+    return scorer.usual or scorer.range
+
+
+def normalised(within: tuple[float, float], rewards: Sequence[float]) -> tuple[float, ...]:
+    """Rewards with `planned_range` mapped to [0, 1], those outside cut off: what the planner sees."""
+    low, high = within
+    if within == (0.0, 1.0) and all(0.0 <= reward <= 1.0 for reward in rewards):  # most scorers' own range
+        return tuple(map(float, rewards))
+    return tuple(min(1.0, max(0.0, (reward - low) / (high - low))) for reward in rewards)
+
+
 def checkpoint(path: str, setting: str = "reward.path") -> Path:
     """The directory of a network that a scorer reads, whose files are whole.
 
