@@ -17,6 +17,11 @@ from spotlight.records import SpotlightError, record
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files that can run any code when they are loaded."""
+WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
+"""Names that diffusers, and transformers, give the weights of a network; an index of several files ends in
+``.index.json``."""
+SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+"""Class of the scheduler whose noise levels are drawn with."""
 HEADER_BYTES_MAX = 100_000_000
 """The largest header that the safetensors format allows."""
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
@@ -114,7 +119,7 @@ def require_class(directory: Path, expected: str | None) -> Mapping[str, Any]:
     """The settings of one network, which must be of the class expected, if one is.
 
     Raises:
-        SpotlightError: ``config.json`` is missing, unreadable or of another class.
+        SpotlightError: ``config.json`` is missing, unreadable or of another class, or of quantized weights.
     """
     file = directory / "config.json"
     try:
@@ -126,16 +131,39 @@ def require_class(directory: Path, expected: str | None) -> Mapping[str, Any]:
         raise SpotlightError(f"{file}: not readable ({error}); copy this part of the pipeline anew") from None
     if expected and found != expected:
         raise SpotlightError(f"{file}: the network is of class {found!r}, and {expected!r} is expected here")
+    if expected and config.get("quantization_config"):
+        raise SpotlightError(
+            f"{file}: the weights are quantized (quantization_config), and plain ones are expected here: take the "
+            "checkpoint that they were made from"
+        )
     return dict(config)
+
+
+def require_scheduler(directory: Path) -> None:
+    """Check that a pipeline's scheduler is the one whose noise levels are drawn with: diffusers reads any as that one.
+
+    Raises:
+        SpotlightError: it is missing, unreadable or of another class.
+    """
+    file = directory / "scheduler" / "scheduler_config.json"
+    try:
+        found = json.loads(file.read_text()).get("_class_name")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise SpotlightError(f"{file}: not readable ({error}); copy this part of the pipeline anew") from None
+    if found != SCHEDULER:
+        raise SpotlightError(
+            f"{file}: the scheduler is of class {found!r}, and {SCHEDULER!r} is expected here: other settings would be "
+            "read as if they were its own; take the file of the published checkpoint"
+        )
 
 
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of one network; each is whole, and none that the index names is missing.
 
     Raises:
-        SpotlightError: there are none, they are pickled, one is missing or cut short.
+        SpotlightError: there are none, or under other names only, they are pickled, one is missing or cut short.
     """
-    files = sorted(directory.glob("*.safetensors"))
+    files = _files(directory)
     for index in directory.glob("*.safetensors.index.json"):
         for name in sorted(set(_index(index).values())):
             if not (directory / name).is_file():
@@ -146,6 +174,12 @@ def weight_files(directory: Path) -> list[Path]:
             raise SpotlightError(
                 f"{directory}: its weights are pickled ({pickled[0]}), and a pickle can run any code when it is "
                 "loaded: take a copy in safetensors, or save it so with save_pretrained(..., safe_serialization=True)"
+            )
+        others = sorted(file.name for file in directory.glob("*.safetensors"))
+        if others:
+            raise SpotlightError(
+                f"{directory}: its weights are in {others[0]}, and {' or '.join(WEIGHTS)} (or its index) is expected: "
+                "if they are a variant, load the pipeline with it (variant = ...), and save it without one"
             )
         raise SpotlightError(f"{directory}: has no .safetensors file; copy this part of the pipeline anew")
     for file in files:
@@ -179,12 +213,18 @@ def dtypes(directory: Path) -> set[str]:
     Raises:
         SpotlightError: a file is damaged, or not as long as its header says.
     """
-    return {dtype for file in directory.glob("*.safetensors") for _, dtype in _header(file).values()}
+    return {dtype for file in _files(directory) for _, dtype in _header(file).values()}
 
 
 def stored_bytes(directory: Path) -> int:
     """Bytes of all weights of one network, as they are stored."""
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in _files(directory))
+
+
+def _files(directory: Path) -> list[Path]:
+    """Of the safetensors files of one network, those that are read: there may be a variant beside them."""
+    indexed = {name for index in directory.glob("*.safetensors.index.json") for name in _index(index).values()}
+    return sorted(file for name in {*WEIGHTS, *indexed} if (file := directory / name).is_file())
 
 
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -247,10 +287,11 @@ def survey(name: str, path: str | Path) -> Survey:
         name: of the family, as ``model.name`` gives it.
 
     Raises:
-        SpotlightError: a part is missing, of another class, cut short or pickled.
+        SpotlightError: a part is missing, of another class, cut short, quantized or pickled.
     """
     family, directory = FAMILIES[name], Path(path)
     require_pipeline(directory, family.pipeline)
+    require_scheduler(directory)
     there = [directory / folder for folder in family.encoders if (directory / folder).is_dir()]
     for folder in there:
         require_tokenizer(directory / folder.name.replace("text_encoder", "tokenizer"))
