@@ -515,6 +515,11 @@ def take_another_scheduler(directory: Path) -> None:
     (directory / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
 
 
+def sample_with_noise(directory: Path) -> None:
+    file = directory / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"stochastic_sampling": True}))
+
+
 BROKEN = {
     "class": (break_transformer_class, r"transformer/config\.json: .*'UNet2DConditionModel'"),
     "cut short": (cut_short, r"vae/.*safetensors: damaged or cut short"),
@@ -524,6 +529,7 @@ BROKEN = {
     "variant": (keep_a_variant_only, r"transformer: its weights are in diffusion_pytorch_model\.fp16\.safetensors"),
     "quantized": (quantize, r"transformer/config\.json: the weights are quantized"),
     "scheduler": (take_another_scheduler, r"scheduler_config\.json: .*'UniPCMultistepScheduler'"),
+    "sampler": (sample_with_noise, r"scheduler_config\.json: stochastic_sampling is True, and False is expected"),
 }
 
 

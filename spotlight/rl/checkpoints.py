@@ -22,6 +22,8 @@ WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 ``.index.json``."""
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 """Class of the scheduler whose noise levels are drawn with."""
+STEPS_LIKE = {"num_train_timesteps": 1000, "stochastic_sampling": False, "invert_sigmas": False}
+"""Of its settings, those with which it would take other steps than ours, and the values that they must have."""
 HEADER_BYTES_MAX = 100_000_000
 """The largest header that the safetensors format allows."""
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
@@ -143,11 +145,12 @@ def require_scheduler(directory: Path) -> None:
     """Check that a pipeline's scheduler is the one whose noise levels are drawn with: diffusers reads any as that one.
 
     Raises:
-        SpotlightError: it is missing, unreadable or of another class.
+        SpotlightError: it is missing, unreadable or of another class, or takes other steps than ours.
     """
     file = directory / "scheduler" / "scheduler_config.json"
     try:
-        found = json.loads(file.read_text()).get("_class_name")
+        config = json.loads(file.read_text())
+        found = config.get("_class_name")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise SpotlightError(f"{file}: not readable ({error}); copy this part of the pipeline anew") from None
     if found != SCHEDULER:
@@ -155,6 +158,12 @@ def require_scheduler(directory: Path) -> None:
             f"{file}: the scheduler is of class {found!r}, and {SCHEDULER!r} is expected here: other settings would be "
             "read as if they were its own; take the file of the published checkpoint"
         )
+    for name, expected in STEPS_LIKE.items():
+        if config.get(name, expected) != expected:
+            raise SpotlightError(
+                f"{file}: {name} is {config[name]!r}, and {expected!r} is expected here: images would not be those of "
+                "the checkpoint's own pipeline; take the file of the published checkpoint"
+            )
 
 
 def weight_files(directory: Path) -> list[Path]:
