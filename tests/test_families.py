@@ -498,6 +498,14 @@ def lose_weights(directory: Path) -> None:
     file.unlink()
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 123\n"
+
+
+def leave_a_pointer(directory: Path) -> None:
+    (file,) = (directory / "transformer").glob("*.safetensors")
+    file.write_text(LFS)
+
+
 def keep_a_variant_only(directory: Path) -> None:
     (file,) = (directory / "transformer").glob("*.safetensors")
     file.rename(file.with_suffix(".fp16.safetensors"))
@@ -526,6 +534,7 @@ BROKEN = {
     "pickled": (pickle_weights, r"transformer: its weights are pickled \(diffusion_pytorch_model\.bin\)"),
     "no index": (lose_index, "has no model_index.json"),
     "no weights": (lose_weights, r"vae: has no \.safetensors file"),
+    "pointer": (leave_a_pointer, r"diffusion_pytorch_model\.safetensors: is a Git LFS pointer"),
     "variant": (keep_a_variant_only, r"transformer: its weights are in diffusion_pytorch_model\.fp16\.safetensors"),
     "quantized": (quantize, r"transformer/config\.json: the weights are quantized"),
     "scheduler": (take_another_scheduler, r"scheduler_config\.json: .*'UniPCMultistepScheduler'"),
@@ -546,6 +555,14 @@ def test_a_broken_checkpoint_gets_one_clear_message(made: Checkpoints, tmp_path:
         checkpoints.survey(name, directory)
 
     assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_that_is_a_pointer_is_refused_before_a_run_begins(made: Checkpoints, tmp_path: Path) -> None:
+    directory = shutil.copytree(made["flux"], tmp_path / "pipeline")
+    (directory / "tokenizer_2" / "tokenizer.json").write_text(LFS)
+
+    with pytest.raises(SpotlightError, match=r"tokenizer_2/tokenizer\.json: is a Git LFS pointer"):
+        checkpoints.survey("flux", directory)
 
 
 def test_a_variant_beside_the_weights_is_not_read(made: Checkpoints, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ STEPS_LIKE = {"num_train_timesteps": 1000, "stochastic_sampling": False, "invert
 """Of its settings, those with which it would take other steps than ours, and the values that they must have."""
 HEADER_BYTES_MAX = 100_000_000
 """The largest header that the safetensors format allows."""
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that stands for a large one in a copy that was made without Git LFS."""
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
 """Sets of files that hold a vocabulary; a tokenizer has one of them."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -238,6 +240,7 @@ def _files(directory: Path) -> list[Path]:
 
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each tensor."""
+    _require_content(file)
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -269,12 +272,31 @@ def require_tokenizer(directory: Path) -> None:
     """Check that a tokenizer's vocabulary is there: transformers loads one without, which encodes all texts alike.
 
     Raises:
-        SpotlightError: it is not; the text says which files are expected.
+        SpotlightError: it is not; the text says which files are expected, or which has no content.
     """
     if not any(all((directory / name).is_file() for name in names) for names in VOCABULARIES):
         raise SpotlightError(
             f"{directory}: has no vocabulary of a tokenizer: one of "
             f"{', '.join(' with '.join(names) for names in VOCABULARIES)} is expected; copy this part anew"
+        )
+    for file in sorted(filter(Path.is_file, directory.glob("*"))):
+        _require_content(file)
+
+
+def _require_content(file: Path) -> None:
+    """
+    Raises:
+        SpotlightError: the file is a pointer of Git LFS.
+    """
+    try:
+        with file.open("rb") as stream:
+            is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return  # whoever reads it says so
+    if is_pointer:
+        raise SpotlightError(
+            f"{file}: is a Git LFS pointer, without the content: run `git lfs pull` where the copy was made, and copy "
+            "it anew"
         )
 
 

@@ -168,8 +168,8 @@ class PipelineModel(Model):
             SpotlightError: it has other latents than the transformer.
         """
         scale, config = int(self._pipeline.vae_scale_factor), self._pipeline.vae.config
-        channels = config.get("latent_channels") or config["z_dim"]
-        if channels * (self._unit_px // scale) ** 2 != self.token_channels:
+        channels = config.get("latent_channels") or config.get("z_dim")  # a family of your own may have neither
+        if channels and channels * (self._unit_px // scale) ** 2 != self.token_channels:
             raise SpotlightError(
                 f"{self._path / 'vae'}: its latents have {channels} channels, and a token of the transformer has "
                 f"{self.token_channels} values of {self._unit_px // scale} x {self._unit_px // scale} latent pixels: "
@@ -267,10 +267,11 @@ class PipelineModel(Model):
             ("joint_attention_dim", encoding.embeds_TD),
             ("pooled_projection_dim", encoding.pooled_P),
         ):
-            if encoded is not None and encoded.shape[-1] != self.transformer.config[name]:
+            expected = self.transformer.config.get(name)  # a family of your own may have none
+            if encoded is not None and expected and encoded.shape[-1] != expected:
                 raise SpotlightError(
                     f"{self._path}: its text encoders give a text {encoded.shape[-1]} features, and the transformer "
-                    f"takes {self.transformer.config[name]} ({name}): they are of different checkpoints; copy the "
+                    f"takes {expected} ({name}): they are of different checkpoints; copy the "
                     "pipeline anew"
                 )
 
