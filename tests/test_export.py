@@ -320,6 +320,7 @@ def test_a_sample_sheet_shows_the_run_before_and_after(pipeline: Path, tmp_path:
         ("sheet.png", {"seeds": []}, "no seeds: expected one for each column"),
         ("sheet.png", {"seeds": [-1]}, r"seeds \[-1\]: expected"),
         ("sheet.png", {"steps": -3}, "steps -3: expected"),
+        ("sheet.png", {"prompt": "a \udcff"}, r"prompt = 'a \\udcff': is not Unicode"),
     ],
 )
 def test_a_sample_that_cannot_be_is_refused_before_anything_is_loaded(
@@ -329,7 +330,7 @@ def test_a_sample_that_cannot_be_is_refused_before_anything_is_loaded(
     run = create_run_at(tmp_path / "run", settings)  # which has no weights
 
     with pytest.raises(SpotlightError, match=says):
-        sample(run.path, "a", tmp_path / to, **{"seeds": [0]} | more)
+        sample(run.path, to=tmp_path / to, **{"prompt": "a", "seeds": [0]} | more)
 
 
 def test_a_sample_that_cannot_be_written_is_refused_before_it_is_drawn_and_leaves_what_was_there(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
@@ -497,12 +498,47 @@ def lose_weights(directory: Path) -> None:
     file.unlink()
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 123\n"
+
+
+def leave_a_pointer(directory: Path) -> None:
+    (file,) = (directory / "transformer").glob("*.safetensors")
+    file.write_text(LFS)
+
+
+def keep_a_variant_only(directory: Path) -> None:
+    (file,) = (directory / "transformer").glob("*.safetensors")
+    file.rename(file.with_suffix(".fp16.safetensors"))
+
+
+def quantize(directory: Path) -> None:
+    file = directory / "transformer" / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}})
+    )
+
+
+def take_another_scheduler(directory: Path) -> None:
+    scheduler = {"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True, "flow_shift": 3.0}
+    (directory / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+
+
+def sample_with_noise(directory: Path) -> None:
+    file = directory / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"stochastic_sampling": True}))
+
+
 BROKEN = {
     "class": (break_transformer_class, r"transformer/config\.json: .*'UNet2DConditionModel'"),
     "cut short": (cut_short, r"vae/.*safetensors: damaged or cut short"),
     "pickled": (pickle_weights, r"transformer: its weights are pickled \(diffusion_pytorch_model\.bin\)"),
     "no index": (lose_index, "has no model_index.json"),
     "no weights": (lose_weights, r"vae: has no \.safetensors file"),
+    "pointer": (leave_a_pointer, r"diffusion_pytorch_model\.safetensors: is a Git LFS pointer"),
+    "variant": (keep_a_variant_only, r"transformer: its weights are in diffusion_pytorch_model\.fp16\.safetensors"),
+    "quantized": (quantize, r"transformer/config\.json: the weights are quantized"),
+    "scheduler": (take_another_scheduler, r"scheduler_config\.json: .*'UniPCMultistepScheduler'"),
+    "sampler": (sample_with_noise, r"scheduler_config\.json: stochastic_sampling is True, and False is expected"),
 }
 
 
@@ -519,6 +555,58 @@ def test_a_broken_checkpoint_gets_one_clear_message(made: Checkpoints, tmp_path:
         checkpoints.survey(name, directory)
 
     assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_that_is_a_pointer_is_refused_before_a_run_begins(made: Checkpoints, tmp_path: Path) -> None:
+    directory = shutil.copytree(made["flux"], tmp_path / "pipeline")
+    (directory / "tokenizer_2" / "tokenizer.json").write_text(LFS)
+
+    with pytest.raises(SpotlightError, match=r"tokenizer_2/tokenizer\.json: is a Git LFS pointer"):
+        checkpoints.survey("flux", directory)
+
+
+def test_a_variant_beside_the_weights_is_not_read(made: Checkpoints, tmp_path: Path) -> None:
+    directory = shutil.copytree(made["flux"], tmp_path / "pipeline") / "transformer"
+    bytes_before = checkpoints.stored_bytes(directory)
+    (file,) = directory.glob("*.safetensors")
+    save_file({name: value.half() for name, value in load_file(file).items()}, file.with_suffix(".fp16.safetensors"))
+
+    assert checkpoints.stored_bytes(directory) == bytes_before
+    assert checkpoints.dtypes(directory) == {"F32"}
+    assert checkpoints.weight_files(directory) == [file]
+
+
+def test_a_quantized_encoder_whose_library_is_absent_is_named(made: Checkpoints, tmp_path: Path) -> None:
+    directory = shutil.copytree(made["flux"], tmp_path / "pipeline")
+    file = directory / "text_encoder_2" / "config.json"
+    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
+    model = Flux.load(str(directory), CPU)
+
+    with pytest.raises(SpotlightError, match="text_encoder_2: not loadable as T5EncoderModel: .*bitsandbytes"):
+        model.preload([SHORT])
+
+
+def test_a_vae_of_other_latents_is_refused_before_anything_is_drawn(made: Checkpoints, tmp_path: Path) -> None:
+    directory = shutil.copytree(made["flux"], tmp_path / "pipeline")
+    AutoencoderKL.from_config({**AutoencoderKL.load_config(directory / "vae"), "latent_channels": 8}).save_pretrained(
+        directory / "vae"
+    )
+
+    with pytest.raises(SpotlightError, match="vae: its latents have 8 channels, and a token of the transformer has 16"):
+        Flux.load(str(directory), CPU)
+
+
+def test_texts_of_another_width_are_refused_before_anything_is_drawn(made: Checkpoints, tmp_path: Path) -> None:
+    directory = shutil.copytree(made["flux"], tmp_path / "pipeline")
+    shutil.rmtree(directory / "text_encoder_2")
+    shutil.copytree(made["sd3"] / "text_encoder_3", directory / "text_encoder_2")
+    model = Flux.load(str(directory), CPU)
+
+    with pytest.raises(
+        SpotlightError, match=r"give a text 32 features, and the transformer takes 16 \(joint_attention"
+    ):
+        model.preload([SHORT])
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,17 @@ from spotlight.records import SpotlightError, record
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files that can run any code when they are loaded."""
+WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
+"""Names that diffusers, and transformers, give the weights of a network; an index of several files ends in
+``.index.json``."""
+SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+"""Class of the scheduler whose noise levels are drawn with."""
+STEPS_LIKE = {"num_train_timesteps": 1000, "stochastic_sampling": False, "invert_sigmas": False}
+"""Of its settings, those with which it would take other steps than ours, and the values that they must have."""
 HEADER_BYTES_MAX = 100_000_000
 """The largest header that the safetensors format allows."""
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that stands for a large one in a copy that was made without Git LFS."""
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
 """Sets of files that hold a vocabulary; a tokenizer has one of them."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -114,7 +123,7 @@ def require_class(directory: Path, expected: str | None) -> Mapping[str, Any]:
     """The settings of one network, which must be of the class expected, if one is.
 
     Raises:
-        SpotlightError: ``config.json`` is missing, unreadable or of another class.
+        SpotlightError: ``config.json`` is missing, unreadable or of another class, or of quantized weights.
     """
     file = directory / "config.json"
     try:
@@ -126,16 +135,46 @@ def require_class(directory: Path, expected: str | None) -> Mapping[str, Any]:
         raise SpotlightError(f"{file}: not readable ({error}); copy this part of the pipeline anew") from None
     if expected and found != expected:
         raise SpotlightError(f"{file}: the network is of class {found!r}, and {expected!r} is expected here")
+    if expected and config.get("quantization_config"):
+        raise SpotlightError(
+            f"{file}: the weights are quantized (quantization_config), and plain ones are expected here: take the "
+            "checkpoint that they were made from"
+        )
     return dict(config)
+
+
+def require_scheduler(directory: Path) -> None:
+    """Check that a pipeline's scheduler is the one whose noise levels are drawn with: diffusers reads any as that one.
+
+    Raises:
+        SpotlightError: it is missing, unreadable or of another class, or takes other steps than ours.
+    """
+    file = directory / "scheduler" / "scheduler_config.json"
+    try:
+        config = json.loads(file.read_text())
+        found = config.get("_class_name")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise SpotlightError(f"{file}: not readable ({error}); copy this part of the pipeline anew") from None
+    if found != SCHEDULER:
+        raise SpotlightError(
+            f"{file}: the scheduler is of class {found!r}, and {SCHEDULER!r} is expected here: other settings would be "
+            "read as if they were its own; take the file of the published checkpoint"
+        )
+    for name, expected in STEPS_LIKE.items():
+        if config.get(name, expected) != expected:
+            raise SpotlightError(
+                f"{file}: {name} is {config[name]!r}, and {expected!r} is expected here: images would not be those of "
+                "the checkpoint's own pipeline; take the file of the published checkpoint"
+            )
 
 
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of one network; each is whole, and none that the index names is missing.
 
     Raises:
-        SpotlightError: there are none, they are pickled, one is missing or cut short.
+        SpotlightError: there are none, or under other names only, they are pickled, one is missing or cut short.
     """
-    files = sorted(directory.glob("*.safetensors"))
+    files = _files(directory)
     for index in directory.glob("*.safetensors.index.json"):
         for name in sorted(set(_index(index).values())):
             if not (directory / name).is_file():
@@ -146,6 +185,12 @@ def weight_files(directory: Path) -> list[Path]:
             raise SpotlightError(
                 f"{directory}: its weights are pickled ({pickled[0]}), and a pickle can run any code when it is "
                 "loaded: take a copy in safetensors, or save it so with save_pretrained(..., safe_serialization=True)"
+            )
+        others = sorted(file.name for file in directory.glob("*.safetensors"))
+        if others:
+            raise SpotlightError(
+                f"{directory}: its weights are in {others[0]}, and {' or '.join(WEIGHTS)} (or its index) is expected: "
+                "if they are a variant, load the pipeline with it (variant = ...), and save it without one"
             )
         raise SpotlightError(f"{directory}: has no .safetensors file; copy this part of the pipeline anew")
     for file in files:
@@ -179,16 +224,23 @@ def dtypes(directory: Path) -> set[str]:
     Raises:
         SpotlightError: a file is damaged, or not as long as its header says.
     """
-    return {dtype for file in directory.glob("*.safetensors") for _, dtype in _header(file).values()}
+    return {dtype for file in _files(directory) for _, dtype in _header(file).values()}
 
 
 def stored_bytes(directory: Path) -> int:
     """Bytes of all weights of one network, as they are stored."""
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in _files(directory))
+
+
+def _files(directory: Path) -> list[Path]:
+    """Of the safetensors files of one network, those that are read: there may be a variant beside them."""
+    indexed = {name for index in directory.glob("*.safetensors.index.json") for name in _index(index).values()}
+    return sorted(file for name in {*WEIGHTS, *indexed} if (file := directory / name).is_file())
 
 
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each tensor."""
+    _require_content(file)
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -220,12 +272,31 @@ def require_tokenizer(directory: Path) -> None:
     """Check that a tokenizer's vocabulary is there: transformers loads one without, which encodes all texts alike.
 
     Raises:
-        SpotlightError: it is not; the text says which files are expected.
+        SpotlightError: it is not; the text says which files are expected, or which has no content.
     """
     if not any(all((directory / name).is_file() for name in names) for names in VOCABULARIES):
         raise SpotlightError(
             f"{directory}: has no vocabulary of a tokenizer: one of "
             f"{', '.join(' with '.join(names) for names in VOCABULARIES)} is expected; copy this part anew"
+        )
+    for file in sorted(filter(Path.is_file, directory.glob("*"))):
+        _require_content(file)
+
+
+def _require_content(file: Path) -> None:
+    """
+    Raises:
+        SpotlightError: the file is a pointer of Git LFS.
+    """
+    try:
+        with file.open("rb") as stream:
+            is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return  # whoever reads it says so
+    if is_pointer:
+        raise SpotlightError(
+            f"{file}: is a Git LFS pointer, without the content: run `git lfs pull` where the copy was made, and copy "
+            "it anew"
         )
 
 
@@ -247,10 +318,11 @@ def survey(name: str, path: str | Path) -> Survey:
         name: of the family, as ``model.name`` gives it.
 
     Raises:
-        SpotlightError: a part is missing, of another class, cut short or pickled.
+        SpotlightError: a part is missing, of another class, cut short, quantized or pickled.
     """
     family, directory = FAMILIES[name], Path(path)
     require_pipeline(directory, family.pipeline)
+    require_scheduler(directory)
     there = [directory / folder for folder in family.encoders if (directory / folder).is_dir()]
     for folder in there:
         require_tokenizer(directory / folder.name.replace("text_encoder", "tokenizer"))

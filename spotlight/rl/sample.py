@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from spotlight.config import STEPS_MAX, Config
-from spotlight.files import shown
+from spotlight.files import is_text, shown
 from spotlight.files import whole as whole_number
 from spotlight.records import SpotlightError, WeightsRef
 from spotlight.rl import flow, models
@@ -83,6 +83,8 @@ def _check(prompt: str, to: Path, seeds: Sequence[int], steps: int) -> tuple[lis
     """Check the arguments before anything is opened; returns the seeds and the steps as numbers."""
     if not isinstance(prompt, str):
         raise SpotlightError(f"prompt = {shown(prompt)}: give a text")
+    if not is_text(prompt):
+        raise SpotlightError(f"prompt = {shown(prompt)}: is not Unicode, such as half an emoji; give it in UTF-8")
     if isinstance(seeds, str) or not isinstance(seeds, Iterable):
         raise SpotlightError(f"seeds = {shown(seeds)}: give several numbers, such as [1, 2, 3]")
     seeds, steps = [whole_number(seed, "seeds") for seed in seeds], whole_number(steps, "steps")

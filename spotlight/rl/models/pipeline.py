@@ -40,6 +40,7 @@ from spotlight.rl.checkpoints import (
     dtypes,
     require_class,
     require_pipeline,
+    require_scheduler,
     require_tokenizer,
     weight_files,
 )
@@ -140,6 +141,7 @@ class PipelineModel(Model):
         diffusers.utils.logging.disable_progress_bar()  # a run shows its own progress
         transformers.utils.logging.disable_progress_bar()
         require_pipeline(directory, cls.pipeline_class.__name__)
+        require_scheduler(directory)
         parts: dict[str, Any] = dict.fromkeys([*cls.encoder_classes, *cls.tokenizer_classes, "vae"])
         parts["scheduler"] = _part(FlowMatchEulerDiscreteScheduler, directory, "scheduler")
         if not loading.base:
@@ -156,7 +158,23 @@ class PipelineModel(Model):
             parts["vae"].enable_tiling()
         if loading.gradient_checkpointing:
             compute_blocks_again(parts["transformer"])
-        return cls(directory, cls.pipeline_class(**parts), loading)
+        model = cls(directory, cls.pipeline_class(**parts), loading)
+        model._check_vae()
+        return model
+
+    def _check_vae(self) -> None:
+        """
+        Raises:
+            SpotlightError: it has other latents than the transformer.
+        """
+        scale, config = int(self._pipeline.vae_scale_factor), self._pipeline.vae.config
+        channels = config.get("latent_channels") or config.get("z_dim")  # a family of your own may have neither
+        if channels and channels * (self._unit_px // scale) ** 2 != self.token_channels:
+            raise SpotlightError(
+                f"{self._path / 'vae'}: its latents have {channels} channels, and a token of the transformer has "
+                f"{self.token_channels} values of {self._unit_px // scale} x {self._unit_px // scale} latent pixels: "
+                "the two are of different checkpoints; copy the pipeline anew"
+            )
 
     # Texts
 
@@ -232,12 +250,30 @@ class PipelineModel(Model):
         self._check_tokenizer(pipeline)
         for text in texts:
             encoding = self._encode_alone(pipeline, text)
+            self._check_features(encoding)
             pooled_P = None if encoding.pooled_P is None else encoding.pooled_P.cpu().contiguous()
             yield text, Encoded(embeds_TD=encoding.embeds_TD.cpu().contiguous(), pooled_P=pooled_P)
         del pipeline, parts, encoder
         gc.collect()  # modules refer to each other in cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _check_features(self, encoding: Encoded) -> None:
+        """
+        Raises:
+            SpotlightError: the transformer takes texts with another number of features.
+        """
+        for name, encoded in (
+            ("joint_attention_dim", encoding.embeds_TD),
+            ("pooled_projection_dim", encoding.pooled_P),
+        ):
+            expected = self.transformer.config.get(name)  # a family of your own may have none
+            if encoded is not None and expected and encoded.shape[-1] != expected:
+                raise SpotlightError(
+                    f"{self._path}: its text encoders give a text {encoded.shape[-1]} features, and the transformer "
+                    f"takes {expected} ({name}): they are of different checkpoints; copy the "
+                    "pipeline anew"
+                )
 
     def _check_tokenizer(self, pipeline: Any) -> None:
         """Raise SpotlightError for a tokenizer that loads but is not the family's."""
@@ -375,7 +411,7 @@ def _part(kind: Any, directory: Path, name: str, source: Path | None = None, **o
 def _loading(kind: Any, path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
         raise SpotlightError(f"{path}: not loadable as {kind.__name__}: {error}") from error
 
 
