@@ -196,6 +196,10 @@ class Run:
         if self._cluster is None:
             check_port(self.config.cluster.dashboard_host, self.config.cluster.dashboard_port)
         tracking.check(self.config)
+        if detached and self._cluster is not None:
+            from cluster.start.existing import check_outlives
+
+            check_outlives(self._cluster)
         began_s = wall_clock()
         if self._directory is None:
             self._check_cluster()

@@ -289,6 +289,35 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
     assert run.status.elapsed_s == looked_at.status.elapsed_s > 0
 
 
+def test_of_two_workers_in_one_process_one_takes_part_and_the_other_says_why(undisturbed: Path, tmp_path: Path) -> None:
+    code = """
+import sys, time, spotlight
+from distributed import LocalCluster
+with LocalCluster(
+    n_workers=2, processes=False, threads_per_worker=1, resources={"reserved": 1}, dashboard_address=None
+) as cluster:
+    run = spotlight.Run.into(*sys.argv[1:3], sys.argv[3:], cluster=cluster).start()
+    while not run.status.refused and run.alive:
+        time.sleep(0.1)
+    print(*run.status.refused.values())
+    run.wait()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "made"), str(settings_file(tmp_path)), *SETTINGS]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("another worker of process "), ended.stdout
+    assert outcome(tmp_path / "made") == outcome(undisturbed)
+
+
+def test_a_cluster_in_this_process_drives_no_detached_run(tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path), cluster="inproc://127.0.0.1/1/1")
+    with pytest.raises(SpotlightError, match="this cluster is in this process, and the driver of a detached run is"):
+        run.start(detached=True)
+
+    assert not list(tmp_path.glob("run-*")), "nothing began"
+
+
 def test_the_certificates_of_a_client_are_found_again_in_the_environment() -> None:
     given: Any = certificate()
 

@@ -60,6 +60,19 @@ def check_reach(existing: ExistingCluster) -> None:
         raise SpotlightError(_unreachable(address, error)) from None
 
 
+def check_outlives(existing: ExistingCluster) -> None:
+    """
+    Raises:
+        SpotlightError: it is in this process, so that a driver that is another one cannot reach it.
+    """
+    address, _ = where(existing)
+    if urlsplit(address).scheme == "inproc":
+        raise SpotlightError(
+            f"{address}: this cluster is in this process, and the driver of a detached run is another one: start the "
+            "run with detached=False, or on a `dask scheduler`"
+        )
+
+
 def where(existing: ExistingCluster) -> tuple[str, Security | None]:
     """Address of the scheduler, and certificates, None for those of Dask's configuration.
 
