@@ -185,6 +185,28 @@ def test_a_driver_that_slept_ends_no_other_run_that_began_there_meanwhile(
         assert not {DispatchPlugin.name, PagePlugin.name} & client.run_on_scheduler(names_of_plugins)
 
 
+def test_a_scheduler_that_did_not_answer_is_asked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that asked again at each step of its end took minutes to end."""
+    settings = config.load(settings_file(tmp_path), SETTINGS)
+    cluster = DaskCluster(tmp_path)
+    with dask.config.set(dask_settings(cluster.tls)):
+        pools = RunCluster(settings, create_run(settings, wall_clock()).path, cluster.address)
+    try:
+        monkeypatch.setattr("cluster.start.run_cluster.ANSWER_S", 0.5)
+        cluster.processes[0].send_signal(signal.SIGSTOP)
+        with pytest.raises(SpotlightError, match=r"is gone \(timed out"):
+            pools.status()
+        cluster.processes[0].send_signal(signal.SIGCONT)
+
+        for asked in (pools.drain, pools.stop):
+            with pytest.raises(SpotlightError, match=r"is gone \(timed out"):
+                asked()
+    finally:
+        cluster.processes[0].send_signal(signal.SIGCONT)
+        pools.close()
+        cluster.close()
+
+
 def names_of_plugins(dask_scheduler: Scheduler) -> set[str]:
     """To be sent to a scheduler."""
     return {*dask_scheduler.plugins}

@@ -91,6 +91,8 @@ class RunCluster:
         """Failures of jobs that were reported."""
         self._stopped_s: float | None = None
         """When the fork server was first found stopped; None: it is not."""
+        self._gone = ""
+        """That the scheduler is gone; empty until it is: it is asked no more then, as each time would take a minute."""
         self._fetched = 0
         self._sent_away: dict[str, float] = {}
         """{surplus worker (`scale`): when it was told to leave}"""
@@ -327,6 +329,8 @@ class RunCluster:
         Raises:
             SpotlightError: the scheduler does not answer.
         """
+        if self._gone:
+            raise SpotlightError(self._gone)
         asked = facts | {"session": self.session}
         for attempts_left in reversed(range(ASK_ATTEMPTS)):
             try:
@@ -335,7 +339,8 @@ class RunCluster:
                 if isinstance(error, TimeoutError) and attempts_left:
                     continue  # a pause of this process uses that time up, too
                 address = self.client.scheduler.address
-                raise SpotlightError(f"the scheduler {address} is gone ({error}); what was committed is kept") from None
+                self._gone = f"the scheduler {address} is gone ({error}); what was committed is kept"
+                raise SpotlightError(self._gone) from None
         raise AssertionError
 
 
