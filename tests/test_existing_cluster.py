@@ -429,6 +429,23 @@ def test_a_worker_without_the_package_is_told_of_before_anything_runs(
         wait_for(lambda: "bare" not in {worker["name"] for worker in client.scheduler_info(-1)["workers"].values()})
 
 
+def test_a_run_does_not_wait_for_a_worker_that_is_frozen(
+    existing: DaskCluster, begin: Begin, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.start.run_cluster.HAND_OUT_S", 3.0)
+    frozen = existing.worker("frozen", "other")
+    with Client(existing.address, set_as_default=False) as client:
+        wait_for(lambda: "frozen" in {worker["name"] for worker in client.scheduler_info(-1)["workers"].values()})
+    frozen.send_signal(signal.SIGSTOP)
+    try:
+        run = begin(existing.address, "run.iterations=1")
+        run.wait(WAIT_S)
+    finally:
+        frozen.kill()
+
+    assert "not all workers of the cluster have answered in 3 s" in caplog.text
+
+
 def test_without_a_certificate_a_scheduler_with_tls_is_not_asked(begin: Begin) -> None:
     nothing = {"distributed.comm.tls.client.cert": None}
     with dask.config.set(nothing), pytest.raises(SpotlightError, match="export DASK_.*TLS__CLIENT__CERT.*clusters"):

@@ -55,6 +55,8 @@ DASK_SETTINGS = {
 RETRY_S = 0.5
 HAND_OUT_ATTEMPTS = 5
 """A worker may die while the plugin is sent to it; it is not asked again."""
+HAND_OUT_S = 15.0
+"""How long to wait for all workers to have the plugin; one that is frozen never says so."""
 ANSWER_S = 30.0
 """How long to wait for a scheduler's answer, however busy it is."""
 ASK_ATTEMPTS = 2
@@ -147,7 +149,17 @@ class RunCluster:
     def _register(self, plugin: DispatchPlugin | PagePlugin | SpotlightWorkerPlugin) -> None:
         for attempts_left in reversed(range(HAND_OUT_ATTEMPTS)):
             try:
-                self.client.register_plugin(plugin)
+                self.client.sync(self._registered, plugin)
+                return
+            except TimeoutError:  # those that answered have it, and others get it as soon as they can
+                if not isinstance(plugin, SpotlightWorkerPlugin):
+                    address = self.client.scheduler.address
+                    raise SpotlightError(f"the scheduler {address} has not answered in {HAND_OUT_S:g} s") from None
+                logger.warning(
+                    "not all workers of the cluster have answered in %g s: the run begins without the others, which "
+                    "join it when they answer",
+                    HAND_OUT_S,
+                )
                 return
             except (ImportError, AttributeError, TypeError) as error:
                 raise self._without_us("the scheduler", error) from None
@@ -158,6 +170,9 @@ class RunCluster:
                 if "ModuleNotFoundError" not in str(error):
                     raise
                 raise self._without_us("a worker", error) from None
+
+    async def _registered(self, plugin: DispatchPlugin | PagePlugin | SpotlightWorkerPlugin) -> None:
+        await asyncio.wait_for(self.client.register_plugin(plugin), HAND_OUT_S)
 
     def _without_us(self, who: str, error: Exception) -> SpotlightError:
         return SpotlightError(
