@@ -246,7 +246,7 @@ def test_a_run_that_was_stopped_goes_on_on_the_same_workers_which_are_then_as_be
             default_client()
         assert engines()
         run.stop()
-        with pytest.raises(Stopped):
+        with pytest.raises(Stopped, match=f"spotlight resume {run.directory.path} --cluster {existing.address}$"):
             run.wait()
 
         run.start().wait()

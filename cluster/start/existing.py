@@ -23,6 +23,8 @@ ExistingCluster = str | Path | Client | Cluster
 CONNECT_S = 10.0
 SAFE = ("tls", "wss", "inproc")
 """Protocols that others can neither read nor write to."""
+IN_PROCESS = "inproc://"
+"""Begins the address of a scheduler that only its own process reaches."""
 WITH_PORT = ("tcp", "tls", "ws", "wss")
 """Protocols whose addresses need a port."""
 
@@ -66,7 +68,7 @@ def check_outlives(existing: ExistingCluster) -> None:
         SpotlightError: it is in this process, so that a driver that is another one cannot reach it.
     """
     address, _ = where(existing)
-    if urlsplit(address).scheme == "inproc":
+    if address.startswith(IN_PROCESS):
         raise SpotlightError(
             f"{address}: this cluster is in this process, and the driver of a detached run is another one: start the "
             "run with detached=False, or on a `dask scheduler`"
