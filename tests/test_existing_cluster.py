@@ -192,6 +192,7 @@ def test_a_scheduler_that_did_not_answer_is_asked_no_more(tmp_path: Path, monkey
     with dask.config.set(dask_settings(cluster.tls)):
         pools = RunCluster(settings, create_run(settings, wall_clock()).path, cluster.address)
     try:
+        wait_for(lambda: "head" not in pools.status()["waiting_for"])
         monkeypatch.setattr("cluster.start.run_cluster.ANSWER_S", 0.5)
         cluster.processes[0].send_signal(signal.SIGSTOP)
         with pytest.raises(SpotlightError, match=r"is gone \(timed out"):
@@ -450,6 +451,14 @@ def test_without_a_certificate_a_scheduler_with_tls_is_not_asked(begin: Begin) -
     nothing = {"distributed.comm.tls.client.cert": None}
     with dask.config.set(nothing), pytest.raises(SpotlightError, match="export DASK_.*TLS__CLIENT__CERT.*clusters"):
         begin("tls://127.0.0.1:1").wait()
+
+
+def test_an_address_without_tls_is_refused_where_dask_s_configuration_requires_it(begin: Begin, tmp_path: Path) -> None:
+    asked = {"distributed.comm.require-encryption": True}
+    with dask.config.set(asked), pytest.raises(SpotlightError, match=r"requires it .*: give the scheduler's tls://"):
+        begin("tcp://127.0.0.1:1").wait()
+
+    assert not list(tmp_path.glob("run-*")), "nothing began"
 
 
 def test_a_certificate_whose_file_holds_its_key_is_enough_to_ask(begin: Begin, tmp_path: Path) -> None:
