@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import psutil
 from distributed import Client, Scheduler, SchedulerPlugin
+from distributed.scheduler import WorkerState
 
 from runs import kill, wait_for
 from spotlight.records import SpotlightError
@@ -30,12 +32,19 @@ class KillDriver(SchedulerPlugin):
 
 
 class KillWorkers(SchedulerPlugin):
-    """Kills the first so many workers of a pool that have a task of a phase, so long after they were given it."""
+    """Kills the first so many workers of a pool that have a task of a phase, so long after they were given it.
+
+    Args:
+        settle_s: time for which a worker is stopped before it is killed. One that turns out to have ended its task goes
+            on: the scheduler had not read that yet. 0: it is killed at once, and may be at its next task by then.
+    """
 
     name = "kill-workers"
 
-    def __init__(self, phase: str, *, pool: str, count: int, after_s: float = MID_TASK_S) -> None:
-        self._phase, self._pool, self._left, self._after_s = phase, pool, count, after_s
+    def __init__(
+        self, phase: str, *, pool: str, count: int, after_s: float = MID_TASK_S, settle_s: float = 0.0
+    ) -> None:
+        self._phase, self._pool, self._left, self._after_s, self._settle_s = phase, pool, count, after_s, settle_s
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -45,11 +54,26 @@ class KillWorkers(SchedulerPlugin):
             self._scheduler.loop.call_later(self._after_s, self._kill, key)
 
     def _kill(self, key: Any) -> None:
-        task = self._scheduler.tasks.get(key)
-        worker = task.processing_on if task else None
+        worker = self._worker_of(key)
         if worker and self._pool in worker.resources and self._left:
             self._left -= 1
-            kill(process_of(worker.address))
+            pid = process_of(worker.address)
+            if self._settle_s:
+                os.kill(pid, signal.SIGSTOP)
+                self._scheduler.loop.call_later(self._settle_s, self._kill_stopped, key, pid)
+            else:
+                kill(pid)
+
+    def _kill_stopped(self, key: Any, pid: int) -> None:
+        if self._worker_of(key):
+            kill(pid)
+        else:
+            os.kill(pid, signal.SIGCONT)
+            self._left += 1
+
+    def _worker_of(self, key: Any) -> WorkerState | None:
+        task = self._scheduler.tasks.get(key)
+        return task.processing_on if task else None
 
 
 class KillHolder(SchedulerPlugin):
