@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +24,7 @@ from cluster.start import local
 from cluster.start import run_cluster as pools
 from cluster.start.local import PreemptionSchedule, TraceClock, WorkerKeeper
 from cluster.start.run_cluster import RunCluster
-from cluster.worker.process import own_fork_server
+from cluster.worker.process import end_own_fork_server_at_its_imports, own_fork_server
 from elastic import Live
 from runs import ROOT, WAIT_S, settings_file, wait_for
 from spotlight import config
@@ -184,6 +186,43 @@ if __name__ == "__main__":
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
     assert done.stdout.splitlines() == ["stopped", "stopped"], done.stderr
+
+
+def test_a_fork_server_whose_end_was_just_waited_for_is_ended_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", ended.pid)
+
+    end_own_fork_server_at_its_imports()
+
+
+def test_a_place_that_is_closed_starts_no_more_workers_though_its_clean_up_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, fails, starts = threading.Event(), threading.Event(), list[ForkServerProcess]()
+
+    def begin(process: ForkServerProcess) -> None:
+        starts.append(process)
+        began.set()
+        fails.wait(WAIT_S)
+        raise RuntimeError("of a kind that nobody foresaw")
+
+    async def live() -> None:
+        spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": {}, "security": None}
+        schedule = PreemptionSchedule(replace_after_s=0.0)
+        place = WorkerKeeper(
+            "tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock(["spot-0"])
+        )
+        await place.start()
+        await asyncio.to_thread(began.wait, WAIT_S)
+        asyncio.get_running_loop().call_later(0.1, fails.set)
+        await place.close()
+
+    monkeypatch.setattr(local, "_start", begin)
+    monkeypatch.setattr(local, "end_own_fork_server_at_its_imports", lambda: None)
+    asyncio.run(live())
+
+    assert len(starts) == 1
 
 
 def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Path) -> None:

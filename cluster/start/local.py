@@ -156,6 +156,8 @@ class WorkerKeeper(ProcessInterface):
             try:
                 cause = self._why() if await self._live_once() else ""
             except Exception as error:  # EOFError: the fork server died; the next start makes another
+                if (task := asyncio.current_task()) and task.cancelling():
+                    raise  # the place is closed: the clean-up's error came instead of the cancellation
                 cause = str(error) or repr(error)
             failures = failures + 1 if cause else 0
             wait_s = RETRY_S if self._schedule.ups else self._schedule.replace_after_s

@@ -8,6 +8,7 @@ moments; the fork server starts no thread and holds no device.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -143,7 +144,8 @@ def end_own_fork_server_at_its_imports() -> None:
     another."""
     pid = own_fork_server_pid()
     if pid and pid not in _ready:
-        os.kill(pid, signal.SIGKILL)  # it is a child that was not waited for: no other has its number
+        with contextlib.suppress(ProcessLookupError):  # a start in another thread has just waited for its end
+            os.kill(pid, signal.SIGKILL)
 
 
 def continue_own_fork_server() -> bool:
