@@ -196,6 +196,10 @@ class Run:
         if self._cluster is None:
             check_port(self.config.cluster.dashboard_host, self.config.cluster.dashboard_port)
         tracking.check(self.config)
+        if detached and self._cluster is not None:
+            from cluster.start.existing import check_outlives
+
+            check_outlives(self._cluster)
         began_s = wall_clock()
         if self._directory is None:
             self._check_cluster()
@@ -368,11 +372,24 @@ class Run:
     @property
     def resume_command(self) -> str:
         """The shell command that resumes the run, on the same cluster."""
-        cluster = str(self._cluster) if isinstance(self._cluster, str | Path) else ""
+        cluster = self._cluster_elsewhere
         if not cluster and (holder := self.directory.lease_holder()):
             cluster = holder.cluster
         where = f" --cluster {shlex.quote(cluster)}" if cluster else ""
         return f"{self.directory.resume_command}{where}"
+
+    @property
+    def _cluster_elsewhere(self) -> str:
+        """The given cluster, as another process reaches it; empty where there is none, or none does."""
+        if self._cluster is None or isinstance(self._cluster, str | Path):
+            return str(self._cluster or "")
+        from cluster.start.existing import IN_PROCESS, where
+
+        try:
+            address, _ = where(self._cluster)
+        except SpotlightError:  # the client was closed
+            return ""
+        return "" if address.startswith(IN_PROCESS) else address
 
     def _lacking(self, accounts: Accounts) -> tuple[str, ...]:
         """Pools of a run that goes on elsewhere without any worker."""

@@ -185,6 +185,29 @@ def test_a_driver_that_slept_ends_no_other_run_that_began_there_meanwhile(
         assert not {DispatchPlugin.name, PagePlugin.name} & client.run_on_scheduler(names_of_plugins)
 
 
+def test_a_scheduler_that_did_not_answer_is_asked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that asked again at each step of its end took minutes to end."""
+    settings = config.load(settings_file(tmp_path), SETTINGS)
+    cluster = DaskCluster(tmp_path)
+    with dask.config.set(dask_settings(cluster.tls)):
+        pools = RunCluster(settings, create_run(settings, wall_clock()).path, cluster.address)
+    try:
+        wait_for(lambda: "head" not in pools.status()["waiting_for"])
+        monkeypatch.setattr("cluster.start.run_cluster.ANSWER_S", 0.5)
+        cluster.processes[0].send_signal(signal.SIGSTOP)
+        with pytest.raises(SpotlightError, match=r"is gone \(timed out"):
+            pools.status()
+        cluster.processes[0].send_signal(signal.SIGCONT)
+
+        for asked in (pools.drain, pools.stop):
+            with pytest.raises(SpotlightError, match=r"is gone \(timed out"):
+                asked()
+    finally:
+        cluster.processes[0].send_signal(signal.SIGCONT)
+        pools.close()
+        cluster.close()
+
+
 def names_of_plugins(dask_scheduler: Scheduler) -> set[str]:
     """To be sent to a scheduler."""
     return {*dask_scheduler.plugins}
@@ -224,7 +247,7 @@ def test_a_run_that_was_stopped_goes_on_on_the_same_workers_which_are_then_as_be
             default_client()
         assert engines()
         run.stop()
-        with pytest.raises(Stopped):
+        with pytest.raises(Stopped, match=f"spotlight resume {run.directory.path} --cluster {existing.address}$"):
             run.wait()
 
         run.start().wait()
@@ -287,6 +310,35 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
     assert len(run.workers) == len(looked_at.workers) > 0
     assert run.status.usd == looked_at.status.usd > 0
     assert run.status.elapsed_s == looked_at.status.elapsed_s > 0
+
+
+def test_of_two_workers_in_one_process_one_takes_part_and_the_other_says_why(undisturbed: Path, tmp_path: Path) -> None:
+    code = """
+import sys, time, spotlight
+from distributed import LocalCluster
+with LocalCluster(
+    n_workers=2, processes=False, threads_per_worker=1, resources={"reserved": 1}, dashboard_address=None
+) as cluster:
+    run = spotlight.Run.into(*sys.argv[1:3], sys.argv[3:], cluster=cluster).start()
+    while not run.status.refused and run.alive:
+        time.sleep(0.1)
+    print(*run.status.refused.values())
+    run.wait()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "made"), str(settings_file(tmp_path)), *SETTINGS]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("another worker of process "), ended.stdout
+    assert outcome(tmp_path / "made") == outcome(undisturbed)
+
+
+def test_a_cluster_in_this_process_drives_no_detached_run(tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path), cluster="inproc://127.0.0.1/1/1")
+    with pytest.raises(SpotlightError, match="this cluster is in this process, and the driver of a detached run is"):
+        run.start(detached=True)
+
+    assert not list(tmp_path.glob("run-*")), "nothing began"
 
 
 def test_the_certificates_of_a_client_are_found_again_in_the_environment() -> None:
@@ -378,10 +430,35 @@ def test_a_worker_without_the_package_is_told_of_before_anything_runs(
         wait_for(lambda: "bare" not in {worker["name"] for worker in client.scheduler_info(-1)["workers"].values()})
 
 
+def test_a_run_does_not_wait_for_a_worker_that_is_frozen(
+    existing: DaskCluster, begin: Begin, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.start.run_cluster.HAND_OUT_S", 3.0)
+    frozen = existing.worker("frozen", "other")
+    with Client(existing.address, set_as_default=False) as client:
+        wait_for(lambda: "frozen" in {worker["name"] for worker in client.scheduler_info(-1)["workers"].values()})
+    frozen.send_signal(signal.SIGSTOP)
+    try:
+        run = begin(existing.address, "run.iterations=1")
+        run.wait(WAIT_S)
+    finally:
+        frozen.kill()
+
+    assert "not all workers of the cluster have answered in 3 s" in caplog.text
+
+
 def test_without_a_certificate_a_scheduler_with_tls_is_not_asked(begin: Begin) -> None:
     nothing = {"distributed.comm.tls.client.cert": None}
     with dask.config.set(nothing), pytest.raises(SpotlightError, match="export DASK_.*TLS__CLIENT__CERT.*clusters"):
         begin("tls://127.0.0.1:1").wait()
+
+
+def test_an_address_without_tls_is_refused_where_dask_s_configuration_requires_it(begin: Begin, tmp_path: Path) -> None:
+    asked = {"distributed.comm.require-encryption": True}
+    with dask.config.set(asked), pytest.raises(SpotlightError, match=r"requires it .*: give the scheduler's tls://"):
+        begin("tcp://127.0.0.1:1").wait()
+
+    assert not list(tmp_path.glob("run-*")), "nothing began"
 
 
 def test_a_certificate_whose_file_holds_its_key_is_enough_to_ask(begin: Begin, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def terms(run_dir: Path, version: str) -> Terms:
     )
 
 
-def refusals(asked: Terms, *, until: Callable[[list[str]], object]) -> list[str]:
+def refusals(asked: Terms, *, until: Callable[[list[str]], object], node: str = "a") -> list[str]:
     """What a worker says that is asked to take part until then; asked no more, it says nothing."""
     said: list[str] = []
 
@@ -54,7 +54,7 @@ def refusals(asked: Terms, *, until: Callable[[list[str]], object]) -> list[str]
                 Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp")
             )
             scheduler.stream_handlers[REFUSED] = refuse
-            resources = {"reward": 1.0}
+            resources = {"reward": 1.0, f"node:{node}": 1.0}
             worker = await stack.enter_async_context(
                 Worker(scheduler.address, resources=resources, dashboard=False, memory_limit=0)
             )
@@ -89,6 +89,14 @@ def test_to_try_again_with_other_code_is_in_vain(tmp_path: Path, monkeypatch: py
 
     (reason,) = said
     assert "the driver has 0.0.1: install the same version on both" in reason
+
+
+def test_a_node_whose_name_cannot_be_a_directory_s_is_refused_with_its_resource(tmp_path: Path) -> None:
+    run = create_run(config.load(settings_file(tmp_path)), time.time())
+
+    said = refusals(terms(run.path, code_version()), until=len, node="rack/1")
+
+    assert said[0].startswith("its resource node:rack/1 names a node"), said
 
 
 def test_what_was_opened_before_it_failed_is_closed(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ ExistingCluster = str | Path | Client | Cluster
 CONNECT_S = 10.0
 SAFE = ("tls", "wss", "inproc")
 """Protocols that others can neither read nor write to."""
+IN_PROCESS = "inproc://"
+"""Begins the address of a scheduler that only its own process reaches."""
 WITH_PORT = ("tcp", "tls", "ws", "wss")
 """Protocols whose addresses need a port."""
 
@@ -40,14 +42,14 @@ def connect(existing: ExistingCluster, *, insecure: bool) -> Client:
     _require_certificate(address, security)
     try:
         return Client(address, security=security, timeout=CONNECT_S, set_as_default=False)
-    except (OSError, TimeoutError, ValueError, TypeError, RuntimeError) as error:  # RuntimeError: tcp, and tls is asked
+    except (OSError, TimeoutError, ValueError, TypeError, RuntimeError) as error:
         raise SpotlightError(_unreachable(address, error)) from None
 
 
 def check_reach(existing: ExistingCluster) -> None:
     """
     Raises:
-        SpotlightError: nothing listens there, or it needs a certificate and there is none.
+        SpotlightError: nothing listens there, or a certificate or TLS that is needed there is missing.
     """
     address, security = where(existing)
     url = urlsplit(address)
@@ -58,6 +60,19 @@ def check_reach(existing: ExistingCluster) -> None:
         socket.create_connection((url.hostname, url.port), timeout=CONNECT_S).close()
     except OSError as error:
         raise SpotlightError(_unreachable(address, error)) from None
+
+
+def check_outlives(existing: ExistingCluster) -> None:
+    """
+    Raises:
+        SpotlightError: it is in this process, so that a driver that is another one cannot reach it.
+    """
+    address, _ = where(existing)
+    if address.startswith(IN_PROCESS):
+        raise SpotlightError(
+            f"{address}: this cluster is in this process, and the driver of a detached run is another one: start the "
+            "run with detached=False, or on a `dask scheduler`"
+        )
 
 
 def where(existing: ExistingCluster) -> tuple[str, Security | None]:
@@ -125,6 +140,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def _require_certificate(address: str, security: Security | None) -> None:
+    if security is None and urlsplit(address).scheme in ("tcp", "ws") and Security().require_encryption:
+        raise SpotlightError(
+            f"{address}: this address is without TLS, and Dask's configuration requires it "
+            "(DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION): give the scheduler's tls://... address"
+        )
     if security is not None or urlsplit(address).scheme not in ("tls", "wss"):
         return
     known = Security().get_tls_config_for_role("client")  # of Dask's configuration

@@ -55,6 +55,8 @@ DASK_SETTINGS = {
 RETRY_S = 0.5
 HAND_OUT_ATTEMPTS = 5
 """A worker may die while the plugin is sent to it; it is not asked again."""
+HAND_OUT_S = 15.0
+"""How long to wait for all workers to have the plugin; one that is frozen never says so."""
 ANSWER_S = 30.0
 """How long to wait for a scheduler's answer, however busy it is."""
 ASK_ATTEMPTS = 2
@@ -91,6 +93,8 @@ class RunCluster:
         """Failures of jobs that were reported."""
         self._stopped_s: float | None = None
         """When the fork server was first found stopped; None: it is not."""
+        self._gone = ""
+        """That the scheduler is gone; empty until it is: it is asked no more then, as each time would take a minute."""
         self._fetched = 0
         self._sent_away: dict[str, float] = {}
         """{surplus worker (`scale`): when it was told to leave}"""
@@ -145,7 +149,17 @@ class RunCluster:
     def _register(self, plugin: DispatchPlugin | PagePlugin | SpotlightWorkerPlugin) -> None:
         for attempts_left in reversed(range(HAND_OUT_ATTEMPTS)):
             try:
-                self.client.register_plugin(plugin)
+                self.client.sync(self._registered, plugin)
+                return
+            except TimeoutError:  # those that answered have it, and others get it as soon as they can
+                if not isinstance(plugin, SpotlightWorkerPlugin):
+                    address = self.client.scheduler.address
+                    raise SpotlightError(f"the scheduler {address} has not answered in {HAND_OUT_S:g} s") from None
+                logger.warning(
+                    "not all workers of the cluster have answered in %g s: the run begins without the others, which "
+                    "join it when they answer",
+                    HAND_OUT_S,
+                )
                 return
             except (ImportError, AttributeError, TypeError) as error:
                 raise self._without_us("the scheduler", error) from None
@@ -156,6 +170,9 @@ class RunCluster:
                 if "ModuleNotFoundError" not in str(error):
                     raise
                 raise self._without_us("a worker", error) from None
+
+    async def _registered(self, plugin: DispatchPlugin | PagePlugin | SpotlightWorkerPlugin) -> None:
+        await asyncio.wait_for(self.client.register_plugin(plugin), HAND_OUT_S)
 
     def _without_us(self, who: str, error: Exception) -> SpotlightError:
         return SpotlightError(
@@ -327,6 +344,8 @@ class RunCluster:
         Raises:
             SpotlightError: the scheduler does not answer.
         """
+        if self._gone:
+            raise SpotlightError(self._gone)
         asked = facts | {"session": self.session}
         for attempts_left in reversed(range(ASK_ATTEMPTS)):
             try:
@@ -335,7 +354,8 @@ class RunCluster:
                 if isinstance(error, TimeoutError) and attempts_left:
                     continue  # a pause of this process uses that time up, too
                 address = self.client.scheduler.address
-                raise SpotlightError(f"the scheduler {address} is gone ({error}); what was committed is kept") from None
+                self._gone = f"the scheduler {address} is gone ({error}); what was committed is kept"
+                raise SpotlightError(self._gone) from None
         raise AssertionError
 
 

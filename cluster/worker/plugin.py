@@ -145,6 +145,8 @@ class SpotlightWorkerPlugin(WorkerPlugin):
 
 _turns: WeakKeyDictionary[Worker, asyncio.Lock] = WeakKeyDictionary()
 """Held while a worker takes part, so that one run has ended on it before the next begins."""
+_in_process = threading.Lock()
+"""Held by the worker that does this process's work: orders, places and the device are the process's."""
 
 
 class Member:
@@ -224,6 +226,17 @@ class Member:
     def _open_all(self) -> str:
         terms, opened = self._terms, self._opened
         _check(terms)
+        if "/" in self._named_node:
+            raise SpotlightError(
+                f"its resource node:{self._named_node} names a node that a directory cannot be called after: leave out "
+                "the /"
+            )
+        if not _in_process.acquire(blocking=False):
+            raise SpotlightError(
+                f"another worker of process {os.getpid()} takes part, and each needs a process of its own: start "
+                "workers with `dask worker`, or LocalCluster(processes=True)"
+            )
+        opened.callback(_in_process.release)
         machine = shared_root(terms.memory)
         root = machine.with_name(f"{machine.name}-{self._named_node}") if self._named_node else machine
         for directory in (machine, root):
