@@ -57,6 +57,8 @@ HAND_OUT_ATTEMPTS = 5
 """A worker may die while the plugin is sent to it; it is not asked again."""
 HAND_OUT_S = 15.0
 """How long to wait for all workers to have the plugin; one that is frozen never says so."""
+SCHEDULER_HAND_OUT_S = 90.0
+"""The same for the scheduler, which imports it first, perhaps from a slow file system."""
 ANSWER_S = 30.0
 """How long to wait for a scheduler's answer, however busy it is."""
 ASK_ATTEMPTS = 2
@@ -151,11 +153,13 @@ class RunCluster:
             try:
                 self.client.sync(self._registered, plugin)
                 return
-            except TimeoutError:  # those that answered have it, and others get it as soon as they can
+            except TimeoutError:
                 if not isinstance(plugin, SpotlightWorkerPlugin):
                     address = self.client.scheduler.address
-                    raise SpotlightError(f"the scheduler {address} has not answered in {HAND_OUT_S:g} s") from None
-                logger.warning(
+                    raise SpotlightError(
+                        f"the scheduler {address} has not answered in {SCHEDULER_HAND_OUT_S:g} s: start it anew"
+                    ) from None
+                logger.warning(  # those that answered have it, and others get it as soon as they can
                     "not all workers of the cluster have answered in %g s: the run begins without the others, which "
                     "join it when they answer",
                     HAND_OUT_S,
@@ -172,7 +176,8 @@ class RunCluster:
                 raise self._without_us("a worker", error) from None
 
     async def _registered(self, plugin: DispatchPlugin | PagePlugin | SpotlightWorkerPlugin) -> None:
-        await asyncio.wait_for(self.client.register_plugin(plugin), HAND_OUT_S)
+        for_workers = isinstance(plugin, SpotlightWorkerPlugin)
+        await asyncio.wait_for(self.client.register_plugin(plugin), HAND_OUT_S if for_workers else SCHEDULER_HAND_OUT_S)
 
     def _without_us(self, who: str, error: Exception) -> SpotlightError:
         return SpotlightError(
