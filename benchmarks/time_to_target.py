@@ -191,20 +191,29 @@ def to_begin(wanted: Iterable[Case], running: Collection[Case]) -> Case | None:
 
 
 def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """A sentence on the CPU time of all that is missing, by runs that learnt; a run that is only timed takes less than
-    a second an iteration."""
-    cells = len(arguments.jobs) * len(arguments.regimes) * len(arguments.sizes)
-    tuning = arguments.trials * len(arguments.tuning_seeds) if arguments.trials > 1 else 0
-    runs = tuning + len(arguments.seeds)
-    lines = []
+    """A line on the missing runs of each strategy: how many, and the hours of one core that those that learn take.
+
+    Each takes as long as the median of the strategy's runs that learnt, or of all strategies' if there are none. Where
+    a recipe is still to be found, its fresh seeds are counted, too, as if strategies that learn the same chose the same
+    recipe. What is only timed takes a second or so, and counts as nothing.
+    """
+    learnt = [row for row in rows if row["cpu_s"] > len(row["seconds"])]
+    lines, hours, known, later = [], 0.0, list(rows), list[Row]()
+
+    def learns(case: Case, known: list[Row]) -> bool:
+        first = not any(case.learns_as(row) for row in known)
+        known.append(asdict(case))
+        return first
+
     for strategy in arguments.strategies:
-        each_s = (row["cpu_s"] / max(1, len(row["seconds"]) - 1) for row in rows if row["strategy"] == strategy)
-        took = [seconds for seconds in each_s if seconds > 1]
-        each = (
-            f"{statistics.fmean(took):.1f} s of CPU an iteration ({len(took)} runs)" if took else "timed after others"
-        )
-        lines.append(f"{strategy}: {cells} cells x {runs} runs, up to {arguments.iterations} iterations; {each}")
-    return "\n".join(lines)
+        wanted = missing(rows, argparse.Namespace(**vars(arguments) | {"strategies": [strategy]}))
+        tuned = dict.fromkeys(replace(case, trial=0, seed=0) for case in wanted if case.seed in arguments.tuning_seeds)
+        to_come = [replace(case, seed=seed) for case in tuned for seed in arguments.seeds]
+        learning = sum(learns(case, known) for case in wanted) + sum(learns(case, later) for case in to_come)
+        took = [row["cpu_s"] for row in learnt if row["strategy"] == strategy] or [row["cpu_s"] for row in learnt]
+        hours += (mine := learning * statistics.median(took) / 3600 if took else float("nan"))
+        lines.append(f"{strategy}: {len(wanted) + len(to_come)} runs, of which {learning} learn: {mine:.1f} h")
+    return "\n".join([*lines, f"all: {hours:.1f} h of one core"])
 
 
 def read(path: Path) -> Data:

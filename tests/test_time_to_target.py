@@ -182,6 +182,22 @@ def test_what_a_run_under_way_learns_is_not_begun_a_second_time() -> None:
     assert time_to_target.to_begin(wanted, [first, second]) is None
 
 
+def test_the_estimate_counts_what_is_missing_and_learns() -> None:
+    names = ["reserved only (4)", "all reserved (12)", "Spotlight"]
+    made = [{**row("reserved only (4)", 0, seed), "cpu_s": 360.0} for seed in range(7)]
+
+    lines = time_to_target.estimate(made, asked(strategies=names, trials=1)).splitlines()
+
+    assert lines == [
+        "reserved only (4): 1 runs, of which 1 learn: 0.1 h",
+        "all reserved (12): 8 runs, of which 0 learn: 0.0 h",
+        "Spotlight: 8 runs, of which 8 learn: 0.8 h",
+        "all: 0.9 h of one core",
+    ]
+    tuned = time_to_target.estimate(made, asked(strategies=["Spotlight"]))
+    assert f"{len(TRIED) * len(TUNING_SEEDS) + 8} runs" in tuned
+
+
 @pytest.mark.parametrize(
     ("theirs", "expected"),
     [

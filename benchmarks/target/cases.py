@@ -319,6 +319,7 @@ def _digest(case: Case) -> str:
     return sha256(told.encode()).hexdigest()[:12]
 
 
+@cache
 def _learnt(case: Case) -> tuple[Any, ...] | None:
     """All settings that decide what is learnt; None if time decides, too."""
     settings = config.load(SETTINGS, [*case.overrides(), "train.parts=1", "rollout.request_seeds=0"])
