@@ -20,6 +20,8 @@ from spotlight.rl import checkpoints, rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
 from spotlight.rl.start import require_lora
 from spotlight.store.accounts import pool_prices
+from spotlight.store.rows import MODEL, ModelHash
+from spotlight.store.rundir import RunDir
 
 TAGS_SHOWN = 8
 MADE_UP_H_MAX = 100_000
@@ -115,6 +117,25 @@ def check_inputs(
         from spotlight.rl.models import device_of  # torch, which takes seconds
 
         device_of(model)
+
+
+def check_same_model(run: RunDir, settings: configuration.Config) -> None:
+    """Check that a run goes on with the weights that it began with; a new run records which they are.
+
+    Raises:
+        SpotlightError: its checkpoint has others now.
+    """
+    model, known = settings.model, run.model_hash()
+    if not model.path:
+        return
+    found = checkpoints.fingerprint(model.name, model.path)
+    if known is None:
+        run.write_json(MODEL, ModelHash(sha256=found))
+    elif known.sha256 != found:
+        raise SpotlightError(
+            f"{model.path}: holds other weights than those that {run.url} began with: put those back, or begin a new "
+            f"run; if they are the same, in other files, delete {run.objects.where(MODEL)}"
+        )
 
 
 def _log(doubts: Iterable[str], logged: set[str]) -> None:

@@ -21,7 +21,7 @@ from spotlight.clock import wall_clock
 from spotlight.detached import begin, end_of, stop
 from spotlight.driver import POLL_S
 from spotlight.files import is_url, whole, writing
-from spotlight.inputs import check_inputs, check_port
+from spotlight.inputs import check_inputs, check_port, check_same_model
 from spotlight.records import SpotlightError, Stopped, in_a_sentence
 from spotlight.report import tracking
 from spotlight.report.money import emulated
@@ -204,6 +204,7 @@ class Run:
         if self._directory is None:
             self._check_cluster()
             self._directory = create_run(self.config, began_s)
+        check_same_model(self._directory, self.config)
         self._accounts = None
         self._refused = ("", None)
         if detached:

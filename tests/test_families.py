@@ -576,6 +576,31 @@ def test_a_variant_beside_the_weights_is_not_read(made: Checkpoints, tmp_path: P
     assert checkpoints.weight_files(directory) == [file]
 
 
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_latents_that_are_shifted_by_no_number_are_refused_before_a_run_begins(
+    made: Checkpoints, tmp_path: Path, name: str
+) -> None:
+    directory = shutil.copytree(made[name], tmp_path / "pipeline")
+    file = directory / "vae" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shift_factor": None}))
+
+    for look in (lambda: checkpoints.survey(name, directory), lambda: CASES[name].kind.load(str(directory), CPU)):
+        with pytest.raises(SpotlightError, match=r"vae/config\.json: shift_factor is None, and a number is expected"):
+            look()
+
+
+def test_weights_are_told_from_others_by_a_part_of_them(made: Checkpoints, tmp_path: Path) -> None:
+    directory = shutil.copytree(made["flux"], tmp_path / "pipeline")
+    before = checkpoints.fingerprint("flux", directory)
+    (directory / "transformer" / "config.json").touch()
+    assert checkpoints.fingerprint("flux", directory) == before == checkpoints.fingerprint("flux", made["flux"])
+
+    (file,) = (directory / "transformer").glob("*.safetensors")
+    save_file({name: value + 0.01 for name, value in load_file(file).items()}, file)
+
+    assert checkpoints.fingerprint("flux", directory) != before
+
+
 def test_a_quantized_encoder_whose_library_is_absent_is_named(made: Checkpoints, tmp_path: Path) -> None:
     directory = shutil.copytree(made["flux"], tmp_path / "pipeline")
     file = directory / "text_encoder_2" / "config.json"

@@ -24,6 +24,7 @@ from spotlight.device.engine import InProcess
 from spotlight.device.modelled import ModelledDevice
 from spotlight.driver import summarise
 from spotlight.files import read_files
+from spotlight.inputs import check_same_model
 from spotlight.records import SpotlightError
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import Scorer
@@ -31,7 +32,7 @@ from spotlight.run import Run
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
-from spotlight.store.rows import DECISIONS, FOLDERS, HISTORY, PROMPTS, SPANS, STARTED, VALIDATION, WORKERS
+from spotlight.store.rows import DECISIONS, FOLDERS, HISTORY, MODEL, PROMPTS, SPANS, STARTED, VALIDATION, WORKERS
 from spotlight.store.rundir import RunDir
 
 LAST = 3
@@ -191,6 +192,23 @@ def test_other_prompts_are_refused(killed: RunDir) -> None:
     said = refusal(killed)
 
     assert f"{killed.path}/prompts/validation.txt: expected the prompts that the run began with" in said
+
+
+def test_a_checkpoint_that_was_replaced_is_refused(killed: RunDir, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    weights.write_bytes(bytes(10_000))
+    settings = config.load(settings_file(tmp_path), [f"model.path={weights}"])
+    check_same_model(killed, settings)
+    check_same_model(killed, settings)
+
+    weights.write_bytes(bytes(9_999) + b"1")
+
+    resolved = killed.objects.get(config.RESOLVED) or b""
+    killed.objects.put(config.RESOLVED, config.changed(resolved, [f"model.path={weights}"]))
+    with pytest.raises(SpotlightError, match=f"{weights}: holds other weights than those that {killed.url} began with"):
+        Run.resume(killed.path).start()
+    (killed.path / MODEL).unlink()
+    check_same_model(killed, settings)
 
 
 def test_prompts_keep_the_form_that_they_came_in(tmp_path: Path) -> None:

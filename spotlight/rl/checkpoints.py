@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,12 @@ SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 """Class of the scheduler whose noise levels are drawn with."""
 STEPS_LIKE = {"num_train_timesteps": 1000, "stochastic_sampling": False, "invert_sigmas": False}
 """Of its settings, those with which it would take other steps than ours, and the values that they must have."""
+NUMBERS = {"AutoencoderKL": ("shift_factor",)}
+"""{class of a network: settings that must be numbers, and whose default is none}"""
 HEADER_BYTES_MAX = 100_000_000
 """The largest header that the safetensors format allows."""
+SAMPLES, SAMPLE_BYTES = 256, 4096
+"""Where a weights file is looked into to tell it from another, and how far each time: a megabyte of it in all."""
 LFS_POINTER = b"version https://git-lfs"
 """How a file begins that stands for a large one in a copy that was made without Git LFS."""
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
@@ -123,7 +128,8 @@ def require_class(directory: Path, expected: str | None) -> Mapping[str, Any]:
     """The settings of one network, which must be of the class expected, if one is.
 
     Raises:
-        SpotlightError: ``config.json`` is missing, unreadable or of another class, or of quantized weights.
+        SpotlightError: ``config.json`` is missing, unreadable or of another class, lacks a number, or is of quantized
+            weights.
     """
     file = directory / "config.json"
     try:
@@ -140,6 +146,12 @@ def require_class(directory: Path, expected: str | None) -> Mapping[str, Any]:
             f"{file}: the weights are quantized (quantization_config), and plain ones are expected here: take the "
             "checkpoint that they were made from"
         )
+    for name in NUMBERS.get(expected or "", ()):
+        if not isinstance(config.get(name), float | int):
+            raise SpotlightError(
+                f"{file}: {name} is {config.get(name)!r}, and a number is expected here: take the file of the "
+                "published checkpoint"
+            )
     return dict(config)
 
 
@@ -225,6 +237,35 @@ def dtypes(directory: Path) -> set[str]:
         SpotlightError: a file is damaged, or not as long as its header says.
     """
     return {dtype for file in _files(directory) for _, dtype in _header(file).values()}
+
+
+def fingerprint(name: str, path: str | Path) -> str:
+    """A hash that tells these weights from others without reading all of them: sizes, and samples of each file.
+
+    Args:
+        name: ``model.name``; of an embedded model, ``path`` is one file.
+    """
+    place, found = Path(path), sha256()
+    if name in FAMILIES:
+        folders = ("transformer", "vae", *FAMILIES[name].encoders)
+        files = [file for folder in folders for file in _files(place / folder)]
+    else:
+        files = [place]
+    for file in files:
+        for sample in _samples(file):
+            found.update(sample)
+    return found.hexdigest()
+
+
+def _samples(file: Path) -> Iterator[bytes]:
+    """The size of a file, and bytes from all over it, its beginning and end included."""
+    size = file.stat().st_size
+    yield size.to_bytes(8, "big")
+    last = max(0, size - SAMPLE_BYTES)
+    with file.open("rb") as stream:
+        for at in sorted({last * sample // (SAMPLES - 1) for sample in range(SAMPLES)}):
+            stream.seek(at)
+            yield stream.read(SAMPLE_BYTES)
 
 
 def stored_bytes(directory: Path) -> int:

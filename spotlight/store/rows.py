@@ -20,6 +20,8 @@ QUARANTINED = "quarantined.jsonl"
 """Requests that were set aside: no worker runs them any more."""
 PROMPTS = "prompts.json"
 """The hashes of the prompts that the run began with, which are in ``prompts/``: a `PromptHashes`."""
+MODEL = "model.json"
+"""The `ModelHash` of a run whose model comes from a path."""
 SUMMARY = "summary.json"
 SIMULATED = "simulated.json"
 """Only in the directory of a simulated run: a `Simulated`."""
@@ -55,6 +57,14 @@ class PromptHashes:
 
     train_sha256: str
     validation_sha256: str
+
+
+@record
+class ModelHash:
+    """Tells the weights that a run began with from others."""
+
+    sha256: str
+    """Of samples: `spotlight.rl.checkpoints.fingerprint`."""
 
 
 @record

@@ -42,6 +42,7 @@ from spotlight.store.rows import (
     FOLDERS,
     HISTORY,
     JOURNALS,
+    MODEL,
     PROMPTS,
     QUARANTINED,
     SIMULATED,
@@ -50,6 +51,7 @@ from spotlight.store.rows import (
     VALIDATION,
     WORKERS,
     HistoryRow,
+    ModelHash,
     PromptHashes,
     Simulated,
     Started,
@@ -115,6 +117,10 @@ class RunDir:
     def prompt_hashes(self) -> PromptHashes | None:
         """Hashes of the prompts that the run began with; None if they were not recorded."""
         return self._file(PROMPTS, PromptHashes, "restore it, or begin a new run")
+
+    def model_hash(self) -> ModelHash | None:
+        """What tells the weights that the run began with from others; None if nothing was recorded."""
+        return self._file(MODEL, ModelHash, "delete it, if `model.path` holds the weights that the run began with")
 
     @property
     def is_remote(self) -> bool:
