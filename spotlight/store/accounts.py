@@ -190,9 +190,9 @@ class Accounts:
         for worker, intervals in busy_intervals(spans).items():
             if busy_s := sum(overlap_s(*interval, window) for interval in intervals):
                 busy[worker] = busy_s
-        taken = [life for life in workers if life.was_taken and start_s <= (life.left_s or 0) <= stop_s]
+        taken = [life for life in workers if life.was_taken and start_s < (life.left_s or 0) <= stop_s]
         preempted = [life for life in taken if life.pool == "spot"]
-        recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
+        recoveries_s = [r for at_s, r in self._recoveries if start_s < at_s <= stop_s]
         lost_s = self._paused_s(stop_s)
         firsts = [self._spans[index] for _, index in sorted(self._first_spot.values(), key=itemgetter(1))]
         return {
