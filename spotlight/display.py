@@ -124,21 +124,24 @@ def _watch(run: Run, display: _Display, console: Console, asked: Sequence[int]) 
 
 
 def follow_simulation(begin: Callable[[Callable[[str, int, float], None]], Iterator[Outcome]]) -> None:
-    """Show simulated runs as they go, then side by side.
+    """Show simulated runs as they go, then side by side; if one cannot go on, those before it.
 
     Args:
         begin: starts them; it is given the function to call with their progress.
     """
     console, outcomes = terminal(), []
-    with console.status("simulating") as status:
+    try:
+        with console.status("simulating") as status:
 
-        def follow(name: str, iteration: int, hours: float) -> None:
-            status.update(Text(f"simulating {name}: iteration {iteration}, {hours:.2f} h"))
+            def follow(name: str, iteration: int, hours: float) -> None:
+                status.update(Text(f"simulating {name}: iteration {iteration}, {hours:.2f} h"))
 
-        for outcome in begin(follow):
-            outcomes.append(outcome)
-            console.print(f"{outcome.name:<40} {outcome.run_dir}", soft_wrap=True, highlight=False)
-    console.print(comparison(outcomes, console.width))
+            for outcome in begin(follow):
+                outcomes.append(outcome)
+                console.print(f"{outcome.name:<40} {outcome.run_dir}", soft_wrap=True, highlight=False)
+    finally:
+        if outcomes:
+            console.print(comparison(outcomes, console.width))
 
 
 def comparison(outcomes: Sequence[Outcome], width: int = 80) -> Table:

@@ -118,7 +118,16 @@ def simulate(
     logged = set[str]()
     for _, each in runs:  # at once, for a run may take hours
         check_inputs(each, with_model=learning == "real", live=False, logged=logged)
-    return (Simulation(name, each, learning, follow).go(report=report) for name, each in runs)
+    return (_run_one(name, each, learning, follow, report=report) for name, each in runs)
+
+
+def _run_one(
+    name: str, config: Config, learning: Learning, follow: Callable[[str, int, float], None], *, report: bool
+) -> Outcome:
+    try:
+        return Simulation(name, config, learning, follow).go(report=report)
+    except SpotlightError as error:
+        raise SpotlightError(f"{name}: {error}") from None
 
 
 def _same_run(one: Config, other: Config) -> bool:
