@@ -311,6 +311,16 @@ def test_a_run_without_a_gpu_whose_spot_workers_never_come_says_for_whom_it_wait
         simulated(tmp_path / "run", f"pools.spot.trace={trace}", *spot)
 
 
+def test_when_nothing_happens_any_more_is_told_from_the_start_though_prices_have_a_calendar(tmp_path: Path) -> None:
+    trace, prices = tmp_path / "trace.csv", tmp_path / "prices.csv"
+    trace.write_text("0,add,a\n5000,remove,a\n")
+    prices.write_text("time,usd_per_h\n2026-11-28T00:00:00Z,2\n2026-11-28T01:00:00Z,3\n")
+    files = (f"pools.spot.trace={trace}", f"pools.spot.prices={prices}")
+
+    with pytest.raises(SpotlightError, match=r"nothing happens any more after \d{2} s"):
+        simulated(tmp_path / "run", *files, 'strategy.rollout_pools=["spot"]', "run.iterations=50")
+
+
 def test_the_report_of_a_simulated_run_says_so(tmp_path: Path) -> None:
     simulation = Simulation("test", config.load(settings_file(tmp_path), ["run.report=true"]), "modelled")
 
