@@ -104,10 +104,11 @@ def simulate(
         SpotlightError: the settings, or a file that they name, cannot be used; or all workers that may roll out are
             gone for good.
     """
-    config = configuration.load(settings, overrides)
-    learning = learning or config.simulation.learning
-    if learning not in get_args(Learning):
+    if learning and learning not in get_args(Learning):
         raise SpotlightError(f"learning = {shown(learning)}: expected {' or '.join(map(repr, get_args(Learning)))}")
+    how = [f"simulation.learning={learning}"] if learning else []
+    config = configuration.load(settings, [*overrides, *how])
+    learning = config.simulation.learning
     first, others = "as configured", list[tuple[str, Config]]()
     for name, each in strategies(config, Path(settings).parent) if compare else ():
         if _same_run(each, config):

@@ -262,6 +262,14 @@ def test_a_target_ends_a_run_and_says_when_and_at_what_cost_it_was_reached(tmp_p
     assert 0 < found.target_usd <= found.usd * (1 + 1e-9)
 
 
+def test_a_target_is_checked_against_the_learning_that_is_asked_for(tmp_path: Path) -> None:
+    settings, low = settings_file(tmp_path), "simulation.target=0.4"
+
+    simulate(settings, [low], learning="real")
+    with pytest.raises(SpotlightError, match="target = 0.4 is not above simulation.start"):
+        simulate(settings, [low, "simulation.learning=real"], learning="modelled")
+
+
 def test_the_last_hour_ends_a_run_which_is_then_finished(tmp_path: Path) -> None:
     overrides = ["run.iterations=2000", "simulation.hours=0.02", f"run.dir={tmp_path}"]
 
