@@ -18,6 +18,7 @@ from typing import Any
 from spotlight.config import Config, PoolSection, PoolsSection
 from spotlight.files import shown
 from spotlight.market.ledger import (
+    LATEST_S,
     ON_DEMAND,
     Entry,
     Ledger,
@@ -38,10 +39,6 @@ from spotlight.store.lines import Growing
 from spotlight.store.objects import atomic_write
 from spotlight.store.rows import EVENTS, HISTORY, SPANS, WORKERS, HistoryRow, ValidationRow
 from spotlight.store.rundir import RunDir
-
-LATEST_S = 1e12
-"""Latest time that a journal may hold, the year 33658. Times are Unix seconds, or a virtual clock's."""
-
 
 FOLD_SPANS = 2_000
 """Spans that are kept before old ones are summed up: half a megabyte."""
