@@ -61,7 +61,8 @@ def check_inputs(
                 *(name, (price.times_s[0] - now_s) / 3600, price.usd_per_h[0]),
             )
     for name, pool in settings.pools:
-        made_up_h = settings.simulation.hours * pool.speedup if pool.trace_model and not live else 0.0
+        is_made_up = pool.trace_model and not live
+        made_up_h = settings.simulation.hours / settings.emulated_per_real_s * pool.speedup if is_made_up else 0.0
         if made_up_h > MADE_UP_H_MAX:
             raise SpotlightError(
                 f"simulation.hours = {settings.simulation.hours:g} with pools.{name}.speedup = {pool.speedup:g} ask "

@@ -168,3 +168,4 @@ def test_a_made_up_trace_that_nobody_could_wait_for_is_refused(tmp_path: Path) -
 
     with pytest.raises(SpotlightError, match=r"ask for a made-up trace of 1,000,000 h, and at most 100,000"):
         check_inputs(load(settings_file(tmp_path), asked), live=False)
+    check_inputs(load(settings_file(tmp_path), [*asked, "pace.gpu=h100", "pace.speedup=1000"]), live=False)
