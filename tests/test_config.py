@@ -499,6 +499,24 @@ def test_learning_that_cannot_work_is_refused(file: Path, overrides: list[str], 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (["trace_offset_h=3"], "trace_offset_h = 3.0 counts nothing without a trace; set trace or trace_model"),
+        (["speedup=60"], "speedup = 60.0 counts nothing without a trace"),
+        (["preemption=notice"], "preemption = 'notice' counts nothing without a trace"),
+        (["trace_share=0.5"], "trace_share = 0.5 counts nothing without a trace"),
+        (["trace_share=0.5", "trace_model=calm"], "trace_share = 0.5 counts nothing without a file"),
+    ],
+)
+def test_what_says_how_to_follow_a_trace_is_doubted_without_one(file: Path, overrides: list[str], says: str) -> None:
+    (doubt,) = load(file, [f"pools.spot.{each}" for each in ("gpu=h100", *overrides)]).doubts
+
+    assert doubt.startswith(f"pools.spot.{says}")
+    followed = ("gpu=h100", "trace=a.csv", "trace_share=0.5", "speedup=60")
+    assert load(file, [f"pools.spot.{each}" for each in followed]).doubts == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
         (["exploration.seeds_tried=8", "exploration.request_seeds=16"], "some prompts get none"),
         (["exploration.budget=worth", "strategy.exploration=blocking"], "only what goes on beside training is weighed"),
         (["exploration.budget=worth", "exploration.planner=equal"], "equal shares weigh nothing"),

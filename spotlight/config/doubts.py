@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 ALL_WEIGHTS_RATE = 5e-5
 """A learning rate above it is a LoRA's; published recipes for all weights have 1e-5 (DanceGRPO, MixGRPO)."""
 
+OF_TRACES: tuple[str, ...] = ("speedup", "trace_share", "trace_offset_h", "trace_takes", "preemption")
+"""Settings of a pool that say how its trace is followed."""
+
 
 def doubts_of(settings: Config) -> Iterator[str]:
     """What is doubtful about settings, a sentence each."""
     yield from _of_training(settings)
     yield from _of_exploration(settings)
     yield from _of_machines(settings)
+    yield from _of_traces(settings)
 
 
 def _of_training(settings: Config) -> Iterator[str]:
@@ -122,3 +126,16 @@ def _of_machines(settings: Config) -> Iterator[str]:
             f"pools.reserved.usd_per_h = {pools.reserved.usd_per_h:g} for a machine without a GPU (gpu = "
             f'"{NO_GPU}"), which the list has for {usd_per_h(NO_GPU, "reserved"):g}: leave it out, or set your price'
         )
+
+
+def _of_traces(settings: Config) -> Iterator[str]:
+    for name, pool in settings.pools:
+        if not (pool.trace or pool.trace_model):
+            unused, missing = OF_TRACES, "a trace; set trace or trace_model"
+        elif pool.trace_model:
+            unused, missing = ("trace_share",), "a file; set trace instead of trace_model"
+        else:
+            continue
+        for key in unused:
+            if (value := getattr(pool, key)) != type(pool).model_fields[key].default:
+                yield f"pools.{name}.{key} = {value!r} counts nothing without {missing}"
