@@ -514,6 +514,15 @@ def test_what_says_how_to_follow_a_trace_is_doubted_without_one(file: Path, over
     assert load(file, [f"pools.spot.{each}" for each in followed]).doubts == ()
 
 
+def test_a_pace_without_a_gpu_is_doubted(file: Path) -> None:
+    overrides = ["pace.lora=false", "pace.speedup=8"]
+
+    (doubt,) = load(file, overrides).doubts
+
+    assert "pace.lora, pace.speedup counts nothing" in doubt
+    assert load(file, [*overrides, "pace.gpu=h100"]).doubts == ()
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

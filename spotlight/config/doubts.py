@@ -25,6 +25,7 @@ def doubts_of(settings: Config) -> Iterator[str]:
     yield from _of_exploration(settings)
     yield from _of_machines(settings)
     yield from _of_traces(settings)
+    yield from _of_pace(settings)
 
 
 def _of_training(settings: Config) -> Iterator[str]:
@@ -139,3 +140,10 @@ def _of_traces(settings: Config) -> Iterator[str]:
         for key in unused:
             if (value := getattr(pool, key)) != type(pool).model_fields[key].default:
                 yield f"pools.{name}.{key} = {value!r} counts nothing without {missing}"
+
+
+def _of_pace(settings: Config) -> Iterator[str]:
+    pace = settings.pace
+    given = [f"pace.{key}" for key, field in type(pace).model_fields.items() if getattr(pace, key) != field.default]
+    if given and not pace.gpu:
+        yield f"without pace.gpu nothing is paced, and {', '.join(given)} counts nothing: name a GPU there"
