@@ -151,6 +151,7 @@ def test_workers_that_a_trace_never_has_are_told_of(tmp_path: Path, caplog: pyte
     [
         (["pace.height_px=500"], r"\[pace\], with strategy\.widths = .*: 500 x 512 px is no size of qwen-image"),
         (["pace.gpu=v100"], "there is no cost model of the GPU 'v100'"),
+        (["pace.model=flux"], "of the model 'flux'; .* name one of them in pace.model, with a GPU in pace.gpu, or"),
         (["pools.spot.trace_model=bursty", "pools.spot.trace_offset_h=1"], ""),
     ],
 )
