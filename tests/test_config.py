@@ -514,6 +514,16 @@ def test_what_says_how_to_follow_a_trace_is_doubted_without_one(file: Path, over
     assert load(file, [f"pools.spot.{each}" for each in followed]).doubts == ()
 
 
+def test_a_trace_that_does_not_keep_step_with_the_pace_is_doubted(file: Path) -> None:
+    paced = ["pace.gpu=h100", "pace.speedup=8", "pools.spot.gpu=h100", "pools.spot.trace_model=calm"]
+
+    (doubt,) = load(file, paced).doubts
+
+    assert "workers come and go 0.125 times as often as it says; set pools.spot.speedup = 8" in doubt
+    assert load(file, [*paced, "pools.spot.speedup=8"]).doubts == ()
+    assert load(file, [*paced, "pace.speedup=1"]).doubts == ()
+
+
 def test_a_pace_without_a_gpu_is_doubted(file: Path) -> None:
     overrides = ["pace.lora=false", "pace.speedup=8"]
 

@@ -26,6 +26,7 @@ def doubts_of(settings: Config) -> Iterator[str]:
     yield from _of_machines(settings)
     yield from _of_traces(settings)
     yield from _of_pace(settings)
+    yield from _of_paced_traces(settings)
 
 
 def _of_training(settings: Config) -> Iterator[str]:
@@ -147,3 +148,14 @@ def _of_pace(settings: Config) -> Iterator[str]:
     given = [f"pace.{key}" for key, field in type(pace).model_fields.items() if getattr(pace, key) != field.default]
     if given and not pace.gpu:
         yield f"without pace.gpu nothing is paced, and {', '.join(given)} counts nothing: name a GPU there"
+
+
+def _of_paced_traces(settings: Config) -> Iterator[str]:
+    scale = settings.emulated_per_real_s
+    for name, pool in settings.pools:
+        if (pool.trace or pool.trace_model) and pool.speedup == 1 != scale:
+            yield (
+                f"pools.{name}.speedup = 1 with pace.speedup = {scale:g}: the trace goes by the run's own clock, so in "
+                f"an emulated hour workers come and go {1 / scale:.3g} times as often as it says; set "
+                f"pools.{name}.speedup = {scale:g}"
+            )

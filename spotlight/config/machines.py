@@ -91,7 +91,8 @@ class PoolSection(Section):
     trace: str = ""
     """A file of spot availability that the pool follows; relative to the settings file."""
     speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
-    """The trace runs this many times as fast."""
+    """The trace runs this many times as fast, by the run's own clock: with ``pace.speedup`` set it the same, and
+    workers come and go as often in an emulated hour as in an hour of the trace."""
     trace_model: Literal["", "bursty", "calm", "collapsing"] = ""
     """Instead of a file: a synthetic trace, drawn by ``run.seed``; see `market.trace_models`. It has 30 days, or with a
     ``speedup`` above 30 as many as a run of a day needs, 417 at most; then the workers of its end stay."""
