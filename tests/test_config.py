@@ -514,6 +514,15 @@ def test_what_says_how_to_follow_a_trace_is_doubted_without_one(file: Path, over
     assert load(file, [f"pools.spot.{each}" for each in followed]).doubts == ()
 
 
+def test_a_price_that_another_gpu_left_behind_is_doubted(file: Path) -> None:
+    before = ["pools.spot.gpu=h100", "pools.spot.usd_per_h=2.66"]
+
+    (doubt,) = load(file, [*before, "pools.spot.gpu=l40s"]).doubts
+
+    assert "usd_per_h = 2.66 is the listed price of 'h100', and pools.spot.gpu = 'l40s' is listed for 0.53" in doubt
+    assert load(file, before).doubts == load(file, ["pools.spot.gpu=l40s", "pools.spot.usd_per_h=2.5"]).doubts == ()
+
+
 def test_a_trace_that_does_not_keep_step_with_the_pace_is_doubted(file: Path) -> None:
     paced = ["pace.gpu=h100", "pace.speedup=8", "pools.spot.gpu=h100", "pools.spot.trace_model=calm"]
 

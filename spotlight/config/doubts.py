@@ -24,6 +24,7 @@ def doubts_of(settings: Config) -> Iterator[str]:
     yield from _of_training(settings)
     yield from _of_exploration(settings)
     yield from _of_machines(settings)
+    yield from _of_prices(settings)
     yield from _of_traces(settings)
     yield from _of_pace(settings)
     yield from _of_paced_traces(settings)
@@ -128,6 +129,17 @@ def _of_machines(settings: Config) -> Iterator[str]:
             f"pools.reserved.usd_per_h = {pools.reserved.usd_per_h:g} for a machine without a GPU (gpu = "
             f'"{NO_GPU}"), which the list has for {usd_per_h(NO_GPU, "reserved"):g}: leave it out, or set your price'
         )
+
+
+def _of_prices(settings: Config) -> Iterator[str]:
+    for name, pool in settings.pools:
+        listed = {gpu: usd_per_h(gpu, name) for gpu in price_list()}
+        others = [gpu for gpu in listed if listed[gpu] == pool.usd_per_h]
+        if pool.gpu in listed and pool.gpu not in {*others, NO_GPU} and others:
+            yield (
+                f"pools.{name}.usd_per_h = {pool.usd_per_h:g} is the listed price of {others[0]!r}, and pools.{name}."
+                f"gpu = {pool.gpu!r} is listed for {listed[pool.gpu]:g}: leave it out, or set your price"
+            )
 
 
 def _of_traces(settings: Config) -> Iterator[str]:
