@@ -514,6 +514,16 @@ def test_what_says_how_to_follow_a_trace_is_doubted_without_one(file: Path, over
     assert load(file, [f"pools.spot.{each}" for each in followed]).doubts == ()
 
 
+def test_a_reserved_price_that_nobody_knows_is_doubted(file: Path) -> None:
+    alone = ['strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]', "pools.reserved.gpu=cpu"]
+
+    (doubt,) = load(file, [*alone, "pools.spot.gpu=h100-elsewhere", "pools.spot.usd_per_h=4"]).doubts
+
+    assert "'h100-elsewhere' has no listed price on demand" in doubt
+    assert "is told with 4 an hour, the higher of the pools' prices" in doubt
+    assert load(file, [*alone, "pools.spot.gpu=h100-aws"]).doubts == ()
+
+
 def test_a_price_that_another_gpu_left_behind_is_doubted(file: Path) -> None:
     before = ["pools.spot.gpu=h100", "pools.spot.usd_per_h=2.66"]
 

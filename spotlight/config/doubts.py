@@ -140,6 +140,13 @@ def _of_prices(settings: Config) -> Iterator[str]:
                 f"pools.{name}.usd_per_h = {pool.usd_per_h:g} is the listed price of {others[0]!r}, and pools.{name}."
                 f"gpu = {pool.gpu!r} is listed for {listed[pool.gpu]:g}: leave it out, or set your price"
             )
+    gpu = settings.pools.spot.gpu or USUAL_GPU
+    if settings.reserved_differs and gpu not in price_list():
+        yield (
+            f"pools.spot.gpu = {gpu!r} has no listed price on demand: what its work costs at reserved prices, and on "
+            f"reserved GPUs alone, is told with {settings.on_demand_usd_per_h:g} an hour, the higher of the pools' "
+            "prices, which is too low; add it to spotlight/market/prices.toml"
+        )
 
 
 def _of_traces(settings: Config) -> Iterator[str]:
