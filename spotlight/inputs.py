@@ -73,11 +73,9 @@ def check_inputs(
             switches = pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
         absent = sum(not any(up for _, up in place) for place in switches) if recorded else 0
         if absent:
-            logger.warning(
-                "pools.%s.workers = %d, and %d of them never come: %s has no more at a time%s",
-                *(name, pool.workers, absent, pool.trace),
-                f" (trace_share = {pool.trace_share:g})" if pool.trace_share < 1 else "",
-            )
+            share = f" (trace_share = {pool.trace_share:g})" if pool.trace_share < 1 else ""
+            never = f"pools.{name}.workers = {pool.workers}, and {absent} of them never come"
+            _log([f"{never}: {pool.trace} has no more at a time{share}"], logged)
     rewards.read_again(table.name for table in (settings.reward, *settings.reward.also))
     scorer = rewards.build(settings.reward)
     _log(_doubtful_weights(settings, scorer), logged)

@@ -352,9 +352,11 @@ def test_a_doubt_about_all_strategies_is_told_once(tmp_path: Path, caplog: pytes
     settings = settings_file(tmp_path)
     settings.write_text(settings.read_text() + '\n[simulation.strategies."other seed"]\n"run.seed" = 9\n')
 
-    simulate(settings, ["train.lora_alpha=8"], report=False)
+    (trace := tmp_path / "trace.csv").write_text("0,add,a\n3600000,end,\n")
+    simulate(settings, ["train.lora_alpha=8", f"pools.spot.trace={trace}"], report=False)
 
-    assert ["train.lora_alpha" in message for message in caplog.messages].count(True) == 1
+    for doubt in ("train.lora_alpha", "never come"):
+        assert [doubt in message for message in caplog.messages].count(True) == 1
 
 
 def test_a_strategy_that_changes_nothing_is_what_is_configured_and_not_run_again(tmp_path: Path) -> None:
