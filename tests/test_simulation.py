@@ -300,6 +300,18 @@ def test_a_trace_begins_when_its_first_workers_are_there(tmp_path: Path) -> None
     assert lost_s == pytest.approx(there_s + 0.3)
 
 
+def test_exploration_that_had_no_workers_is_not_said_to_have_been_too_large(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (trace := tmp_path / "trace.csv").write_text("0,0\n3600000,0\n")
+
+    simulated(tmp_path / "run", f"pools.spot.trace={trace}", "run.iterations=2", "exploration.budget=time")
+
+    (said,) = caplog.messages
+    assert "it was for nothing" in said
+    assert said.endswith("smaller, if any spot worker was there")
+
+
 @pytest.mark.parametrize("setting", ["strategy.rollout_pools", "strategy.train_pools"])
 def test_spot_workers_that_are_gone_for_good_end_a_run_that_needs_them(tmp_path: Path, setting: str) -> None:
     trace = tmp_path / "trace.csv"
