@@ -68,6 +68,8 @@ class Outcome:
     """Whether learning was modelled, or the model itself trained."""
     score: float
     """Score of the last validation."""
+    unvalidated: int
+    """Iterations since then: a run that ends by the hour ends between two validations."""
     target: float
     """``simulation.target``; 0: none."""
     target_h: float | None
@@ -252,6 +254,7 @@ class Simulation:
             hours=self._hours(now_s),
             learning=self._learning,
             score=validation[-1].score,
+            unvalidated=len(history) - validation[-1].version,
             target=self.config.simulation.target,
             target_h=None if at_target is None else self._hours(at_target),
             usd=scale * ledger.usd(),

@@ -444,12 +444,29 @@ def test_what_short_and_long_runs_take_and_cost_is_told_to_three_digits(tmp_path
     assert {"0.0214", "0.00", "100", "1,234"} <= set(shown.getvalue().split())
 
 
+def test_a_score_from_before_the_last_hours_iterations_is_told_as_such(tmp_path: Path) -> None:
+    (run,) = simulate(settings_file(tmp_path), ["run.iterations=3"], compare=False, report=False)
+    hours = f"simulation.hours={run.hours * 0.9}"
+    cut, whole = (
+        next(simulate(settings_file(tmp_path), ["run.iterations=3", *more], compare=False, report=False))
+        for more in ([hours, "run.validate_every=100"], [])
+    )
+    shown = io.StringIO()
+
+    Console(file=shown, width=200).print(comparison([whole, cut]))
+
+    assert (whole.unvalidated, cut.unvalidated) == (0, cut.iterations)
+    assert f"score: as last validated, up to {cut.iterations} iterations before the end" in " ".join(
+        shown.getvalue().split()
+    )
+
+
 @pytest.mark.parametrize(("width", "columns"), [(80, 7), (64, 5), (46, 3)])
 def test_a_narrow_terminal_leaves_columns_out_and_keeps_every_name(width: int, columns: int) -> None:
     shown = io.StringIO()
     outcome: Any = SimpleNamespace(
         **{"name": "the settings as they are", "hours": 1.25, "usd": 2.5, "score": 0.75, "iterations": 31},
-        **{"preemptions": 4, "spot_utilisation": 0.5, "seeds_scored": 12.5, "learning": "real"},
+        **{"preemptions": 4, "spot_utilisation": 0.5, "seeds_scored": 12.5, "learning": "real", "unvalidated": 0},
         **dict.fromkeys(("target", "target_h", "target_usd")),
     )
 
