@@ -11,7 +11,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -121,14 +121,16 @@ def simulate(
     logged = set[str]()
     for _, each in runs:  # at once, for a run may take hours
         check_inputs(each, with_model=learning == "real", live=False, logged=logged)
-    return (_run_one(name, each, learning, follow, report=report) for name, each in runs)
+    simulations = ((name, partial(Simulation, name, each, learning, follow)) for name, each in runs)
+    if not others:
+        return (begin().go(report=report) for _, begin in simulations)
+    return (_go(name, begin, report=report) for name, begin in simulations)
 
 
-def _run_one(
-    name: str, config: Config, learning: Learning, follow: Callable[[str, int, float], None], *, report: bool
-) -> Outcome:
+def _go(name: str, begin: Callable[[], Simulation], *, report: bool) -> Outcome:
+    """Run one of several; an error says which it is."""
     try:
-        return Simulation(name, config, learning, follow).go(report=report)
+        return begin().go(report=report)
     except SpotlightError as error:
         raise SpotlightError(f"{name}: {error}") from None
 

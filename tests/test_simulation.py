@@ -122,6 +122,11 @@ def test_every_algorithm_trains_in_a_run(tmp_path: Path, algorithm: Sequence[str
     assert row.metrics["grad_norm"] > 0
 
 
+def test_an_error_of_the_only_simulation_names_no_strategy(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match=r"^simulation\.hours"):
+        next(simulate(settings_file(tmp_path), ["simulation.hours=1e-6"], compare=False))
+
+
 def test_a_time_in_which_nothing_is_validated_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match=r"simulation\.hours = 1e-06: nothing is validated in that time"):
         simulated(tmp_path, "simulation.hours=1e-6")
