@@ -304,7 +304,8 @@ class SimulationSection(Section):
     with a GPU does not use the value given here."""
     start_up_s: float | None = Field(None, ge=0, le=DAY_S)
     """Seconds from when a worker's machine is there until the worker can work. Left out, it is 0.1 s where the workers
-    are processes of one machine (measured: as ``form_s``), and else `plan.durations.start_up_s`."""
+    are processes of one machine (measured: as ``form_s``), and else `plan.durations.start_up_s`. Dollars do not count
+    them, though a cloud may (docs/results/trust.md)."""
     strategies: dict[str, dict[str, Any]] = {}
     """Strategies to compare: the settings that each changes, by name, as in ``"strategy.exploration" = "off"``. Left
     out, they are Spotlight and its baselines (`strategies.BASELINES`)."""
