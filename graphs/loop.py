@@ -331,7 +331,7 @@ def _warn_of_rewards(k: int, training: TrainingSet, explored: Selection | None) 
     if explored and explored.seeds_dropped and not explored.seeds_scored and not explored.seeds_failed:
         logger.warning(
             "exploration for iteration %d: none of its requests was done before training ended, so it was for nothing: "
-            "make exploration.request_seeds, or exploration.steps, smaller",
+            "make exploration.request_seeds, or exploration.steps, smaller, if any spot worker was there",
             k + 1,
         )
     if explored and explored.seeds_failed:

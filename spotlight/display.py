@@ -124,21 +124,24 @@ def _watch(run: Run, display: _Display, console: Console, asked: Sequence[int]) 
 
 
 def follow_simulation(begin: Callable[[Callable[[str, int, float], None]], Iterator[Outcome]]) -> None:
-    """Show simulated runs as they go, then side by side.
+    """Show simulated runs as they go, then side by side; if one cannot go on, those before it.
 
     Args:
         begin: starts them; it is given the function to call with their progress.
     """
     console, outcomes = terminal(), []
-    with console.status("simulating") as status:
+    try:
+        with console.status("simulating") as status:
 
-        def follow(name: str, iteration: int, hours: float) -> None:
-            status.update(Text(f"simulating {name}: iteration {iteration}, {hours:.2f} h"))
+            def follow(name: str, iteration: int, hours: float) -> None:
+                status.update(Text(f"simulating {name}: iteration {iteration}, {hours:.2f} h"))
 
-        for outcome in begin(follow):
-            outcomes.append(outcome)
-            console.print(f"{outcome.name:<40} {outcome.run_dir}", soft_wrap=True, highlight=False)
-    console.print(comparison(outcomes, console.width))
+            for outcome in begin(follow):
+                outcomes.append(outcome)
+                console.print(f"{outcome.name:<40} {outcome.run_dir}", soft_wrap=True, highlight=False)
+    finally:
+        if outcomes:
+            console.print(comparison(outcomes, console.width))
 
 
 def comparison(outcomes: Sequence[Outcome], width: int = 80) -> Table:
@@ -147,11 +150,13 @@ def comparison(outcomes: Sequence[Outcome], width: int = 80) -> Table:
     to_target = " to\ntarget" if any(outcome.target_h is not None for outcome in outcomes) else ""
     modelled = any(outcome.learning == "modelled" for outcome in outcomes)
     missed = sorted({outcome.target for outcome in outcomes if outcome.target}) if not to_target else []
+    unvalidated = max((outcome.unvalidated for outcome in outcomes), default=0)
     table = Table(
         title="SIMULATED: the dispatcher and the loop are the live ones,\ndurations are a cost model's, "
         + ("and scores those of a model of learning" if modelled else "and the embedded model was trained"),
         caption="seeds scored: per prompt explored and iteration"
         + ("; >: had not reached the target" if to_target else "")
+        + (f"; score: as last validated, up to {unvalidated} iterations before the end" if unvalidated else "")
         + "".join(f"; nobody reached the target of {target:g}" for target in missed)
         + ("; a wider terminal shows more" if columns < 7 else ""),
         box=SIMPLE_HEAD,

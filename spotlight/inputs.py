@@ -63,7 +63,8 @@ def check_inputs(
                 *(name, (price.times_s[0] - now_s) / 3600, price.usd_per_h[0]),
             )
     for name, pool in settings.pools:
-        made_up_h = settings.simulation.hours * pool.speedup if pool.trace_model and not live else 0.0
+        is_made_up = pool.trace_model and not live
+        made_up_h = settings.simulation.hours / settings.emulated_per_real_s * pool.speedup if is_made_up else 0.0
         if made_up_h > MADE_UP_H_MAX:
             raise SpotlightError(
                 f"simulation.hours = {settings.simulation.hours:g} with pools.{name}.speedup = {pool.speedup:g} ask "
@@ -74,11 +75,9 @@ def check_inputs(
             switches = pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
         absent = sum(not any(up for _, up in place) for place in switches) if recorded else 0
         if absent:
-            logger.warning(
-                "pools.%s.workers = %d, and %d of them never come: %s has no more at a time%s",
-                *(name, pool.workers, absent, pool.trace),
-                f" (trace_share = {pool.trace_share:g})" if pool.trace_share < 1 else "",
-            )
+            share = f" (trace_share = {pool.trace_share:g})" if pool.trace_share < 1 else ""
+            never = f"pools.{name}.workers = {pool.workers}, and {absent} of them never come"
+            _log([f"{never}: {pool.trace} has no more at a time{share}"], logged)
     rewards.read_again(table.name for table in (settings.reward, *settings.reward.also))
     scorer = rewards.build(settings.reward)
     _log(_doubtful_weights(settings, scorer), logged)

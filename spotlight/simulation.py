@@ -11,7 +11,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -68,6 +68,8 @@ class Outcome:
     """Whether learning was modelled, or the model itself trained."""
     score: float
     """Score of the last validation."""
+    unvalidated: int
+    """Iterations since then: a run that ends by the hour ends between two validations."""
     target: float
     """``simulation.target``; 0: none."""
     target_h: float | None
@@ -104,10 +106,11 @@ def simulate(
         SpotlightError: the settings, or a file that they name, cannot be used; or all workers that may roll out are
             gone for good.
     """
-    config = configuration.load(settings, overrides)
-    learning = learning or config.simulation.learning
-    if learning not in get_args(Learning):
+    if learning and learning not in get_args(Learning):
         raise SpotlightError(f"learning = {shown(learning)}: expected {' or '.join(map(repr, get_args(Learning)))}")
+    how = [f"simulation.learning={learning}"] if learning else []
+    config = configuration.load(settings, [*overrides, *how])
+    learning = config.simulation.learning
     first, others = "as configured", list[tuple[str, Config]]()
     for name, each in strategies(config, Path(settings).parent) if compare else ():
         if _same_run(each, config):
@@ -118,7 +121,18 @@ def simulate(
     logged = set[str]()
     for _, each in runs:  # at once, for a run may take hours
         check_inputs(each, with_model=learning == "real", live=False, logged=logged)
-    return (Simulation(name, each, learning, follow).go(report=report) for name, each in runs)
+    simulations = ((name, partial(Simulation, name, each, learning, follow)) for name, each in runs)
+    if not others:
+        return (begin().go(report=report) for _, begin in simulations)
+    return (_go(name, begin, report=report) for name, begin in simulations)
+
+
+def _go(name: str, begin: Callable[[], Simulation], *, report: bool) -> Outcome:
+    """Run one of several; an error says which it is."""
+    try:
+        return begin().go(report=report)
+    except SpotlightError as error:
+        raise SpotlightError(f"{name}: {error}") from None
 
 
 def _same_run(one: Config, other: Config) -> bool:
@@ -242,6 +256,7 @@ class Simulation:
             hours=self._hours(now_s),
             learning=self._learning,
             score=validation[-1].score,
+            unvalidated=len(history) - validation[-1].version,
             target=self.config.simulation.target,
             target_h=None if at_target is None else self._hours(at_target),
             usd=scale * ledger.usd(),

@@ -135,6 +135,20 @@ def test_a_row_of_history_names_the_workers_that_were_there_and_no_others(tmp_pa
     assert busy(second) == {"busy_s.reserved-0": 0}
 
 
+def test_a_worker_that_is_lost_between_two_iterations_counts_in_one_of_them(tmp_path: Path) -> None:
+    accounts = books(open_run(tmp_path))
+    lives = [life("reserved-0", 0, None), life("spot-0", 0, 100, "lost"), life("reserved-1", 0, 100, "lost")]
+    broken = {"gang": "g", "event": "broken", "at_s": START_S + 100}
+    stepped = {"gang": "g", "event": "stepped", "at_s": START_S + 101}
+    told = {"spans": [], "workers": list(enumerate(lives)), "events": [broken, stepped], "decisions": []}
+    accounts.take(Drained.of(told))
+
+    rows = [accounts.measure(START_S + at_s, START_S + at_s + 100) for at_s in (0, 100)]
+
+    for name in ("preemptions", "others_lost", "gangs_broken"):
+        assert sum(row.get(name, 0.0) for row in rows) == 1, name
+
+
 def test_all_lives_are_written_however_few_of_them_changed(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     run.append(WORKERS, life("reserved-0", 0, 50, "end"))

@@ -499,6 +499,62 @@ def test_learning_that_cannot_work_is_refused(file: Path, overrides: list[str], 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (["trace_offset_h=3"], "trace_offset_h = 3.0 counts nothing without a trace; set trace or trace_model"),
+        (["speedup=60"], "speedup = 60.0 counts nothing without a trace"),
+        (["preemption=notice"], "preemption = 'notice' counts nothing without a trace"),
+        (["trace_share=0.5"], "trace_share = 0.5 counts nothing without a trace"),
+        (["trace_share=0.5", "trace_model=calm"], "trace_share = 0.5 counts nothing without a file"),
+    ],
+)
+def test_what_says_how_to_follow_a_trace_is_doubted_without_one(file: Path, overrides: list[str], says: str) -> None:
+    (doubt,) = load(file, [f"pools.spot.{each}" for each in ("gpu=h100", *overrides)]).doubts
+
+    assert doubt.startswith(f"pools.spot.{says}")
+    followed = ("gpu=h100", "trace=a.csv", "trace_share=0.5", "speedup=60")
+    assert load(file, [f"pools.spot.{each}" for each in followed]).doubts == ()
+
+
+def test_a_reserved_price_that_nobody_knows_is_doubted(file: Path) -> None:
+    alone = ['strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]', "pools.reserved.gpu=cpu"]
+
+    (doubt,) = load(file, [*alone, "pools.spot.gpu=h100-elsewhere", "pools.spot.usd_per_h=4"]).doubts
+
+    assert "'h100-elsewhere' has no listed price on demand" in doubt
+    assert "is told with 4 an hour, the higher of the pools' prices" in doubt
+    assert load(file, [*alone, "pools.spot.gpu=h100-aws"]).doubts == ()
+
+
+def test_a_price_that_another_gpu_left_behind_is_doubted(file: Path) -> None:
+    before = ["pools.spot.gpu=h100", "pools.spot.usd_per_h=2.66"]
+
+    (doubt,) = load(file, [*before, "pools.spot.gpu=l40s"]).doubts
+
+    assert "usd_per_h = 2.66 is the listed price of 'h100', and pools.spot.gpu = 'l40s' is listed for 0.53" in doubt
+    assert load(file, before).doubts == load(file, ["pools.spot.gpu=l40s", "pools.spot.usd_per_h=2.5"]).doubts == ()
+
+
+def test_a_trace_that_does_not_keep_step_with_the_pace_is_doubted(file: Path) -> None:
+    paced = ["pace.gpu=h100", "pace.speedup=8", "pools.spot.gpu=h100", "pools.spot.trace_model=calm"]
+
+    (doubt,) = load(file, paced).doubts
+
+    assert "workers come and go 0.125 times as often as it says; set pools.spot.speedup = 8" in doubt
+    assert load(file, [*paced, "pools.spot.speedup=8"]).doubts == ()
+    assert load(file, [*paced, "pace.speedup=1"]).doubts == ()
+
+
+def test_a_pace_without_a_gpu_is_doubted(file: Path) -> None:
+    overrides = ["pace.lora=false", "pace.speedup=8"]
+
+    (doubt,) = load(file, overrides).doubts
+
+    assert "pace.lora, pace.speedup counts nothing" in doubt
+    assert load(file, [*overrides, "pace.gpu=h100"]).doubts == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
         (["exploration.seeds_tried=8", "exploration.request_seeds=16"], "some prompts get none"),
         (["exploration.budget=worth", "strategy.exploration=blocking"], "only what goes on beside training is weighed"),
         (["exploration.budget=worth", "exploration.planner=equal"], "equal shares weigh nothing"),

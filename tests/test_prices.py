@@ -66,6 +66,7 @@ def test_comments_blank_lines_and_a_byte_order_mark_are_passed_over(file: Path) 
         ("time,usd_per_h\n1,2\n2\n", ":3", "'2': has 1 fields; expected two"),
         ("time,usd_per_h\nsoon,2\n", ":2", "'soon' is no time; expected ISO 8601 or Unix seconds"),
         ("since_start_s,usd_per_h\n1970-01-01,2\n", ":2", "'1970-01-01' is no time; expected seconds"),
+        ("time,usd_per_h\n1795824000000,2\n", ":2", "is after the year 33658; give seconds, not milliseconds"),
         ("time,usd_per_h\n1,free\n", ":2", "'free' is no price; expected US dollars per hour"),
         ("time,usd_per_h\n1,-2\n", ":2", "'-2' is no price"),
         ("time,usd_per_h\n1,nan\n", ":2", "'nan' is no price"),

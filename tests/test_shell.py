@@ -221,6 +221,22 @@ def test_a_simulation_says_that_its_scores_are_modelled_and_that_its_target_was_
     assert "nobody reached the target of 0.9" in shown
 
 
+def test_a_strategy_that_cannot_go_on_is_named_and_those_before_it_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, trace = settings_file(tmp_path), tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n5000,remove,a\n")
+    stuck = '\n[simulation.strategies."on spot"]\n"strategy.rollout_pools" = ["spot"]\n'
+    settings.write_text(settings.read_text() + f'{stuck}"pools.spot.trace" = "{trace}"\n"run.iterations" = 50\n')
+
+    assert main(["simulate", str(settings), "--set", "run.iterations=1", "--no-report"]) == 1
+
+    told = capsys.readouterr()
+    assert "iter-" in told.out, "the table's head"
+    assert told.out.count("as configured") == 2, "a line of its own, and a row"
+    assert "on spot: nothing happens any more" in told.err
+
+
 def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> None:
     settings, there = settings_file(tmp_path), tmp_path / "runs" / "a"
 

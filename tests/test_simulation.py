@@ -122,6 +122,11 @@ def test_every_algorithm_trains_in_a_run(tmp_path: Path, algorithm: Sequence[str
     assert row.metrics["grad_norm"] > 0
 
 
+def test_an_error_of_the_only_simulation_names_no_strategy(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match=r"^simulation\.hours"):
+        next(simulate(settings_file(tmp_path), ["simulation.hours=1e-6"], compare=False))
+
+
 def test_a_time_in_which_nothing_is_validated_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match=r"simulation\.hours = 1e-06: nothing is validated in that time"):
         simulated(tmp_path, "simulation.hours=1e-6")
@@ -262,6 +267,14 @@ def test_a_target_ends_a_run_and_says_when_and_at_what_cost_it_was_reached(tmp_p
     assert 0 < found.target_usd <= found.usd * (1 + 1e-9)
 
 
+def test_a_target_is_checked_against_the_learning_that_is_asked_for(tmp_path: Path) -> None:
+    settings, low = settings_file(tmp_path), "simulation.target=0.4"
+
+    simulate(settings, [low], learning="real")
+    with pytest.raises(SpotlightError, match="target = 0.4 is not above simulation.start"):
+        simulate(settings, [low, "simulation.learning=real"], learning="modelled")
+
+
 def test_the_last_hour_ends_a_run_which_is_then_finished(tmp_path: Path) -> None:
     overrides = ["run.iterations=2000", "simulation.hours=0.02", f"run.dir={tmp_path}"]
 
@@ -292,6 +305,18 @@ def test_a_trace_begins_when_its_first_workers_are_there(tmp_path: Path) -> None
     assert lost_s == pytest.approx(there_s + 0.3)
 
 
+def test_exploration_that_had_no_workers_is_not_said_to_have_been_too_large(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (trace := tmp_path / "trace.csv").write_text("0,0\n3600000,0\n")
+
+    simulated(tmp_path / "run", f"pools.spot.trace={trace}", "run.iterations=2", "exploration.budget=time")
+
+    (said,) = caplog.messages
+    assert "it was for nothing" in said
+    assert said.endswith("smaller, if any spot worker was there")
+
+
 @pytest.mark.parametrize("setting", ["strategy.rollout_pools", "strategy.train_pools"])
 def test_spot_workers_that_are_gone_for_good_end_a_run_that_needs_them(tmp_path: Path, setting: str) -> None:
     trace = tmp_path / "trace.csv"
@@ -309,6 +334,16 @@ def test_a_run_without_a_gpu_whose_spot_workers_never_come_says_for_whom_it_wait
 
     with pytest.raises(SpotlightError, match="the pools spot, and none will come; give the reserved workers a GPU"):
         simulated(tmp_path / "run", f"pools.spot.trace={trace}", *spot)
+
+
+def test_when_nothing_happens_any_more_is_told_from_the_start_though_prices_have_a_calendar(tmp_path: Path) -> None:
+    trace, prices = tmp_path / "trace.csv", tmp_path / "prices.csv"
+    trace.write_text("0,add,a\n5000,remove,a\n")
+    prices.write_text("time,usd_per_h\n2026-11-28T00:00:00Z,2\n2026-11-28T01:00:00Z,3\n")
+    files = (f"pools.spot.trace={trace}", f"pools.spot.prices={prices}")
+
+    with pytest.raises(SpotlightError, match=r"nothing happens any more after \d{2} s"):
+        simulated(tmp_path / "run", *files, 'strategy.rollout_pools=["spot"]', "run.iterations=50")
 
 
 def test_the_report_of_a_simulated_run_says_so(tmp_path: Path) -> None:
@@ -334,9 +369,11 @@ def test_a_doubt_about_all_strategies_is_told_once(tmp_path: Path, caplog: pytes
     settings = settings_file(tmp_path)
     settings.write_text(settings.read_text() + '\n[simulation.strategies."other seed"]\n"run.seed" = 9\n')
 
-    simulate(settings, ["train.lora_alpha=8"], report=False)
+    (trace := tmp_path / "trace.csv").write_text("0,add,a\n3600000,end,\n")
+    simulate(settings, ["train.lora_alpha=8", f"pools.spot.trace={trace}"], report=False)
 
-    assert ["train.lora_alpha" in message for message in caplog.messages].count(True) == 1
+    for doubt in ("train.lora_alpha", "never come"):
+        assert [doubt in message for message in caplog.messages].count(True) == 1
 
 
 def test_a_strategy_that_changes_nothing_is_what_is_configured_and_not_run_again(tmp_path: Path) -> None:
@@ -412,12 +449,29 @@ def test_what_short_and_long_runs_take_and_cost_is_told_to_three_digits(tmp_path
     assert {"0.0214", "0.00", "100", "1,234"} <= set(shown.getvalue().split())
 
 
+def test_a_score_from_before_the_last_hours_iterations_is_told_as_such(tmp_path: Path) -> None:
+    (run,) = simulate(settings_file(tmp_path), ["run.iterations=3"], compare=False, report=False)
+    hours = f"simulation.hours={run.hours * 0.9}"
+    cut, whole = (
+        next(simulate(settings_file(tmp_path), ["run.iterations=3", *more], compare=False, report=False))
+        for more in ([hours, "run.validate_every=100"], [])
+    )
+    shown = io.StringIO()
+
+    Console(file=shown, width=200).print(comparison([whole, cut]))
+
+    assert (whole.unvalidated, cut.unvalidated) == (0, cut.iterations)
+    assert f"score: as last validated, up to {cut.iterations} iterations before the end" in " ".join(
+        shown.getvalue().split()
+    )
+
+
 @pytest.mark.parametrize(("width", "columns"), [(80, 7), (64, 5), (46, 3)])
 def test_a_narrow_terminal_leaves_columns_out_and_keeps_every_name(width: int, columns: int) -> None:
     shown = io.StringIO()
     outcome: Any = SimpleNamespace(
         **{"name": "the settings as they are", "hours": 1.25, "usd": 2.5, "score": 0.75, "iterations": 31},
-        **{"preemptions": 4, "spot_utilisation": 0.5, "seeds_scored": 12.5, "learning": "real"},
+        **{"preemptions": 4, "spot_utilisation": 0.5, "seeds_scored": 12.5, "learning": "real", "unvalidated": 0},
         **dict.fromkeys(("target", "target_h", "target_usd")),
     )
 

@@ -147,6 +147,7 @@ def test_counts_take_the_instance_that_lived_longest() -> None:
         ("0,add,a\n1000,remove,a\n500,end,", "t.csv: trace: it lasts 0.5 s, and its last event is at 1 s"),
         ("0,add,a", "t.csv: trace: it lasts 0 s"),
         ("0,add,a", "; a last line such as '3600000,end,' says how long"),
+        ("0,4", "; a second line, with a later time, says how long"),
         ("0,1\n1000,-1", "t.csv:2: expected a number of instances, not '-1'"),
         ("0,1\n1000,2,3", "t.csv:2: expected 'milliseconds,count' or"),
         (
@@ -157,6 +158,8 @@ def test_counts_take_the_instance_that_lived_longest() -> None:
         ('{"metadata": {"gap_seconds": 300},\n"data": [1,', "t.csv:2: not JSON"),
         ('{"data": [1, 2]}', 't.csv:1: expected {"metadata": {"gap_seconds"'),
         ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "t.csv:1: expected"),
+        ('{"metadata": {"gap_seconds": 300}, "data": "4312"}', "t.csv:1: expected"),
+        ('{"metadata": {"gap_seconds": 300}, "data": []}', "t.csv:1: expected"),
         (
             '{"metadata": {"gap_seconds": 300}, "data": [1, 2.5]}',
             "t.csv: data[1]: expected a number of instances, not '2.5'",

@@ -90,6 +90,7 @@ class VirtualCluster:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._dispatch, self._clock, self._graph_s = run, dispatch, clock, timing.graph_s
+        self._began_s = clock.now_s
         self.workers: dict[str, VirtualWorker] = {}
         """{address: worker}, of those alive."""
         self._told, self._check = told, check
@@ -226,7 +227,7 @@ class VirtualCluster:
             else "give the reserved workers a GPU (pools.reserved.gpu)"
         )
         return (
-            f"nothing happens any more after {self._clock.now_s:.0f} s: what is left waits for "
+            f"nothing happens any more after {self._clock.now_s - self._began_s:.0f} s: what is left waits for "
             f"workers of the pools {pools}, and none will come; {another}, or extend the pool's trace"
         )
 

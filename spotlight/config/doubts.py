@@ -15,12 +15,19 @@ if TYPE_CHECKING:
 ALL_WEIGHTS_RATE = 5e-5
 """A learning rate above it is a LoRA's; published recipes for all weights have 1e-5 (DanceGRPO, MixGRPO)."""
 
+OF_TRACES: tuple[str, ...] = ("speedup", "trace_share", "trace_offset_h", "trace_takes", "preemption")
+"""Settings of a pool that say how its trace is followed."""
+
 
 def doubts_of(settings: Config) -> Iterator[str]:
     """What is doubtful about settings, a sentence each."""
     yield from _of_training(settings)
     yield from _of_exploration(settings)
     yield from _of_machines(settings)
+    yield from _of_prices(settings)
+    yield from _of_traces(settings)
+    yield from _of_pace(settings)
+    yield from _of_paced_traces(settings)
 
 
 def _of_training(settings: Config) -> Iterator[str]:
@@ -122,3 +129,52 @@ def _of_machines(settings: Config) -> Iterator[str]:
             f"pools.reserved.usd_per_h = {pools.reserved.usd_per_h:g} for a machine without a GPU (gpu = "
             f'"{NO_GPU}"), which the list has for {usd_per_h(NO_GPU, "reserved"):g}: leave it out, or set your price'
         )
+
+
+def _of_prices(settings: Config) -> Iterator[str]:
+    for name, pool in settings.pools:
+        listed = {gpu: usd_per_h(gpu, name) for gpu in price_list()}
+        others = [gpu for gpu in listed if listed[gpu] == pool.usd_per_h]
+        if pool.gpu in listed and pool.gpu not in {*others, NO_GPU} and others:
+            yield (
+                f"pools.{name}.usd_per_h = {pool.usd_per_h:g} is the listed price of {others[0]!r}, and pools.{name}."
+                f"gpu = {pool.gpu!r} is listed for {listed[pool.gpu]:g}: leave it out, or set your price"
+            )
+    gpu = settings.pools.spot.gpu or USUAL_GPU
+    if settings.reserved_differs and gpu not in price_list():
+        yield (
+            f"pools.spot.gpu = {gpu!r} has no listed price on demand: what its work costs at reserved prices, and on "
+            f"reserved GPUs alone, is told with {settings.on_demand_usd_per_h:g} an hour, the higher of the pools' "
+            "prices, which is too low; add it to spotlight/market/prices.toml"
+        )
+
+
+def _of_traces(settings: Config) -> Iterator[str]:
+    for name, pool in settings.pools:
+        if not (pool.trace or pool.trace_model):
+            unused, missing = OF_TRACES, "a trace; set trace or trace_model"
+        elif pool.trace_model:
+            unused, missing = ("trace_share",), "a file; set trace instead of trace_model"
+        else:
+            continue
+        for key in unused:
+            if (value := getattr(pool, key)) != type(pool).model_fields[key].default:
+                yield f"pools.{name}.{key} = {value!r} counts nothing without {missing}"
+
+
+def _of_pace(settings: Config) -> Iterator[str]:
+    pace = settings.pace
+    given = [f"pace.{key}" for key, field in type(pace).model_fields.items() if getattr(pace, key) != field.default]
+    if given and not pace.gpu:
+        yield f"without pace.gpu nothing is paced, and {', '.join(given)} counts nothing: name a GPU there"
+
+
+def _of_paced_traces(settings: Config) -> Iterator[str]:
+    scale = settings.emulated_per_real_s
+    for name, pool in settings.pools:
+        if (pool.trace or pool.trace_model) and pool.speedup == 1 != scale:
+            yield (
+                f"pools.{name}.speedup = 1 with pace.speedup = {scale:g}: the trace goes by the run's own clock, so in "
+                f"an emulated hour workers come and go {1 / scale:.3g} times as often as it says; set "
+                f"pools.{name}.speedup = {scale:g}"
+            )

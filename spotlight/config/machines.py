@@ -91,7 +91,8 @@ class PoolSection(Section):
     trace: str = ""
     """A file of spot availability that the pool follows; relative to the settings file."""
     speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
-    """The trace runs this many times as fast."""
+    """The trace runs this many times as fast, by the run's own clock: with ``pace.speedup`` set it the same, and
+    workers come and go as often in an emulated hour as in an hour of the trace."""
     trace_model: Literal["", "bursty", "calm", "collapsing"] = ""
     """Instead of a file: a synthetic trace, drawn by ``run.seed``; see `market.trace_models`. It has 30 days, or with a
     ``speedup`` above 30 as many as a run of a day needs, 417 at most; then the workers of its end stay."""
@@ -303,7 +304,8 @@ class SimulationSection(Section):
     with a GPU does not use the value given here."""
     start_up_s: float | None = Field(None, ge=0, le=DAY_S)
     """Seconds from when a worker's machine is there until the worker can work. Left out, it is 0.1 s where the workers
-    are processes of one machine (measured: as ``form_s``), and else `plan.durations.start_up_s`."""
+    are processes of one machine (measured: as ``form_s``), and else `plan.durations.start_up_s`. Dollars do not count
+    them, though a cloud may (docs/results/trust.md)."""
     strategies: dict[str, dict[str, Any]] = {}
     """Strategies to compare: the settings that each changes, by name, as in ``"strategy.exploration" = "off"``. Left
     out, they are Spotlight and its baselines (`strategies.BASELINES`)."""

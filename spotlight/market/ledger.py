@@ -20,6 +20,8 @@ from spotlight.market.traces import SECONDS_PER_H
 from spotlight.records import Interval, Span, SpotlightError, WorkerLife, base_phase, record
 
 ALWAYS: Interval = (-inf, inf)
+LATEST_S = 1e12
+"""Latest time that prices and journals may hold, the year 33658. Times are Unix seconds, or a virtual clock's."""
 AT_RESERVED_PRICES = "the same useful seconds at reserved prices"
 """The name of `Ledger.usd_reserved_only` in tables and pages."""
 Kind = Literal["useful", "idle", "start-up", "dropped", "lost", "redone"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spotlight.files import read_bytes, shown
-from spotlight.market.ledger import Price
+from spotlight.market.ledger import LATEST_S, Price
 from spotlight.records import SpotlightError
 
 LIST = Path(__file__).with_name("prices.toml")
@@ -95,6 +95,8 @@ def _row(line: str, *, calendar: bool) -> tuple[float, float]:
         raise ValueError(
             f"{shown(fields[0])} is no time; expected {'ISO 8601 or Unix seconds' if calendar else 'seconds'}"
         )
+    if at_s > LATEST_S:
+        raise ValueError(f"{shown(fields[0])} is after the year 33658; give seconds, not milliseconds")
     if price is None or price < 0:
         raise ValueError(f"{shown(fields[1])} is no price; expected US dollars per hour, 0 or more")
     return at_s, price

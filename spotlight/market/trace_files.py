@@ -111,7 +111,9 @@ def _count_rows(rows: Sequence[tuple[int, list[str]]], where: str, *, dated: boo
         counts.append((time_s, _count(count, f"{where}:{line}")))
     counts.sort(key=lambda pair: pair[0])
     start_s = counts[0][0] if dated else 0.0
-    return _from_counts([(time_s - start_s, count) for time_s, count in counts], counts[-1][0] - start_s, where)
+    way_out = "; a second line, with a later time, says how long"
+    from_start = [(time_s - start_s, count) for time_s, count in counts]
+    return _from_counts(from_start, counts[-1][0] - start_s, where, way_out)
 
 
 def _gap_counts(text: str, where: str) -> Trace:
@@ -121,9 +123,9 @@ def _gap_counts(text: str, where: str) -> Trace:
         line = getattr(error, "lineno", 1)
         raise SpotlightError(f"{where}:{line}: not JSON: {error}") from None
     try:
-        gap_s, data = float(value["metadata"]["gap_seconds"]), list(value["data"])
-        if not 0 < gap_s < math.inf:
-            raise ValueError("no gap")
+        gap_s, data = float(value["metadata"]["gap_seconds"]), value["data"]
+        if not (0 < gap_s < math.inf and isinstance(data, list) and data):
+            raise ValueError("no gap, or no counts")
     except (KeyError, TypeError, ValueError, OverflowError):
         form = '{"metadata": {"gap_seconds": seconds above 0}, "data": [count, ...]}'
         raise SpotlightError(f"{where}:1: expected {form}") from None
@@ -153,7 +155,7 @@ def _json_lines(lines: Sequence[tuple[int, str]], where: str) -> Trace:
     return _trace(events, duration_s, where)
 
 
-def _from_counts(counts: Iterable[tuple[float, int]], duration_s: float, where: str) -> Trace:
+def _from_counts(counts: Iterable[tuple[float, int]], duration_s: float, where: str, way_out: str = "") -> Trace:
     """Instances for counts in order of time; names are used again, so that there are as many as were ever alive."""
     events: list[Event] = []
     alive: deque[int] = deque()
@@ -165,7 +167,7 @@ def _from_counts(counts: Iterable[tuple[float, int]], duration_s: float, where: 
         while len(alive) < count:
             alive.append(number := heapq.heappop(free) if free else len(alive))
             events.append(Event(time_s=time_s, instance=f"node-{number}", kind="add"))
-    return _trace(enumerate(events), duration_s, where)
+    return _trace(enumerate(events), duration_s, where, way_out)
 
 
 def _trace(numbered: Iterable[tuple[int, Event]], duration_s: float, where: str, way_out: str = "") -> Trace:

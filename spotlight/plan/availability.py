@@ -10,6 +10,7 @@ from math import inf
 from spotlight.config import PoolSection
 from spotlight.market.trace_models import MODELS, synthesise
 from spotlight.market.traces import SECONDS_PER_H, Switches, Trace
+from spotlight.records import SpotlightError
 
 MADE_UP_S = 30 * 24 * SECONDS_PER_H
 """Length of a made-up trace, in its own time; the workers at its end stay."""
@@ -50,6 +51,8 @@ def pool_switches(
         trace = recorded.sample(pool.trace_share, seed=seed) if pool.trace_share < 1 else recorded
     else:
         return (((0.0, True),),) * pool.workers
+    if start_s >= trace.duration_s:
+        raise SpotlightError(f"the trace lasts {trace.duration_s / SECONDS_PER_H:g} h: begin before its end")
     if start_s:
         trace = trace.cut(start_s, trace.duration_s)
     switches = trace.stretch(1 / pool.speedup).places(places)

@@ -385,4 +385,7 @@ def _known(table: Mapping[str, T], name: str, what: str) -> T:
     return table[name]
 
 
-_NAMED_IN = {"GPU": "pace.gpu, or in pools.reserved.gpu and pools.spot.gpu", "model": "pace.model, or in model.name"}
+_NAMED_IN = {
+    "GPU": "pace.gpu, or in pools.reserved.gpu and pools.spot.gpu",
+    "model": "pace.model, with a GPU in pace.gpu, or in model.name",
+}

@@ -18,6 +18,7 @@ from typing import Any
 from spotlight.config import Config, PoolSection, PoolsSection
 from spotlight.files import shown
 from spotlight.market.ledger import (
+    LATEST_S,
     ON_DEMAND,
     Entry,
     Ledger,
@@ -38,10 +39,6 @@ from spotlight.store.lines import Growing
 from spotlight.store.objects import atomic_write
 from spotlight.store.rows import EVENTS, HISTORY, SPANS, WORKERS, HistoryRow, ValidationRow
 from spotlight.store.rundir import RunDir
-
-LATEST_S = 1e12
-"""Latest time that a journal may hold, the year 33658. Times are Unix seconds, or a virtual clock's."""
-
 
 FOLD_SPANS = 2_000
 """Spans that are kept before old ones are summed up: half a megabyte."""
@@ -190,9 +187,9 @@ class Accounts:
         for worker, intervals in busy_intervals(spans).items():
             if busy_s := sum(overlap_s(*interval, window) for interval in intervals):
                 busy[worker] = busy_s
-        taken = [life for life in workers if life.was_taken and start_s <= (life.left_s or 0) <= stop_s]
+        taken = [life for life in workers if life.was_taken and start_s < (life.left_s or 0) <= stop_s]
         preempted = [life for life in taken if life.pool == "spot"]
-        recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
+        recoveries_s = [r for at_s, r in self._recoveries if start_s < at_s <= stop_s]
         lost_s = self._paused_s(stop_s)
         firsts = [self._spans[index] for _, index in sorted(self._first_spot.values(), key=itemgetter(1))]
         return {
