@@ -451,7 +451,7 @@ def test_in_a_browser_lanes_appear_a_killed_worker_shows_and_nothing_complains(r
 
 async def _look(url: str, directory: Path) -> dict[str, Any]:
     async with browser() as page:
-        too_wide = [width_px for width_px in (1280, 1920) if not await _fits(page, url, width_px, directory)]
+        too_wide = [width_px for width_px in WIDTHS_PX if not await _fits(page, url, width_px, directory)]
         await page.until(f"{column('lanes-done', 'worker')}.length > 20")
         return {
             "workers": await page.js(column("lanes-done", "worker")),
@@ -464,11 +464,11 @@ async def _look(url: str, directory: Path) -> dict[str, Any]:
 
 
 async def _fits(page: Page, url: str, width_px: int, directory: Path) -> bool:
-    """Whether the page is no wider than its window."""
+    """Whether the page is no wider than its window, no text is cut, and Dask's navigation hides nothing."""
     await page.open(url, width_px=width_px)
     await page.until("document.querySelectorAll('section').length == 7")
     await page.picture(directory / f"{width_px}.png")
-    return bool(await page.js("document.documentElement.scrollWidth <= window.innerWidth"))
+    return bool(await page.js(f"document.documentElement.scrollWidth <= window.innerWidth && {UNCUT}"))
 
 
 def column(source: str, name: str) -> str:
@@ -481,3 +481,13 @@ IMAGES = (
     "for (const one of root.querySelectorAll('*')) if (one.shadowRoot) n += count(one.shadowRoot); return n; }"
 )
 """Bokeh puts what it shows into shadow trees, one within the other."""
+WIDTHS_PX = (480, 1050, 1280, 1920)
+"""At 1,050 px Dask's navigation has two rows."""
+UNCUT = (
+    "(function all(root) { return [...root.querySelectorAll('*')].flatMap(one => "
+    "[one, ...(one.shadowRoot ? all(one.shadowRoot) : [])]); })(document)"
+    ".filter(one => one.matches('.bk-label, .card, section'))"
+    ".every(one => one.getBoundingClientRect().right <= document.querySelector('section').getBoundingClientRect().right"
+    " && one.getBoundingClientRect().top >= document.querySelector('.navbar').getBoundingClientRect().bottom)"
+)
+"""Whether all names of legends and all cards are within their sections, and below the navigation."""

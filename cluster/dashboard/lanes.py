@@ -62,7 +62,7 @@ class Lanes:
         plot = self.plot
         plot.ygrid.grid_line_color = None
         plot.xaxis.formatter = NumeralTickFormatter(format=CLOCK)
-        plot.xaxis.axis_label = "since the first worker joined (h:mm:ss); drag to look back"
+        plot.xaxis.axis_label = "since the first worker joined\n(h:mm:ss; drag to look back)"
         plot.yaxis.group_text_color = INK
         plot.yaxis.group_text_font_size = "12px"
         plot.yaxis.group_label_orientation = "normal"
@@ -137,7 +137,7 @@ class Lanes:
             self._order = {lane: number for number, lane in enumerate(shown)}
             self._y_range.factors = [*reversed(shown)]
             height, labelled = min(22.0, 640 / max(1, len(shown))), len(shown) <= LABELLED
-            self.plot.height = round(78 + max(LANE_MIN_PX, height) * len(shown))
+            self.plot.height = round(92 + max(LANE_MIN_PX, height) * len(shown))
             self.plot.yaxis.major_label_text_font_size = "12px" if labelled else "0px"
         if lives != self._lives:
             self._lives = lives

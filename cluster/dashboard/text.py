@@ -21,7 +21,7 @@ BASE = f"""
 CARDS = f"""{BASE}
 .cards {{ display: flex; flex-wrap: wrap; gap: 6px 34px; align-items: flex-end; }}
 .card b {{ display: block; font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }}
-.card, .card * {{ white-space: nowrap; }}
+.card, .card * {{ overflow-wrap: anywhere; }}
 .card span {{ font-size: 12px; color: {FAINT}; }}
 .name b {{ font-size: 17px; }}
 .name i {{ color: #fff; background: {LOST}; border-radius: 3px; padding: 2px 7px; font: 600 11px sans-serif; }}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from bokeh.models import WheelZoomTool
@@ -15,8 +14,8 @@ Plot = Any
 CLOCK = "00:00:00"
 """How seconds are written on an axis: h:mm:ss."""
 
-LEGEND_ROW_MAX = 10
-"""Names in a row of a legend: more would leave a page of 1,000 px."""
+WRAPPED = ":host { max-width: 100%; } .bk-grid.bk-grid { display: flex; flex-wrap: wrap; width: auto; gap: 2px 14px; }"
+"""Has the names of a legend in as many rows as the plot's width needs."""
 
 
 def empty_plot(height: int, **options: Any) -> Plot:
@@ -49,8 +48,5 @@ def legend_above(plot: Plot) -> None:
         legend.orientation = "horizontal"
         legend.location = "top_left"
         legend.padding = legend.margin = 0
-        legend.spacing = 14
-        rows = math.ceil(len(legend.items) / LEGEND_ROW_MAX)
-        if rows > 1:
-            legend.ncols = math.ceil(len(legend.items) / rows)
+        legend.stylesheets = [WRAPPED]
         plot.add_layout(legend, "above")
