@@ -192,7 +192,7 @@ def test_a_scheduler_that_did_not_answer_is_asked_no_more(tmp_path: Path, monkey
     with dask.config.set(dask_settings(cluster.tls)):
         pools = RunCluster(settings, create_run(settings, wall_clock()).path, cluster.address)
     try:
-        wait_for(lambda: "head" not in pools.status()["waiting_for"])
+        wait_for(lambda: "the driver's own" not in pools.status()["waiting_for"])
         monkeypatch.setattr("cluster.start.run_cluster.ANSWER_S", 0.5)
         cluster.processes[0].send_signal(signal.SIGSTOP)
         with pytest.raises(SpotlightError, match=r"is gone \(timed out"):
