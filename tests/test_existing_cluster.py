@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -183,6 +184,18 @@ def test_a_driver_that_slept_ends_no_other_run_that_began_there_meanwhile(
         other.close()
     with Client(existing.address, set_as_default=False) as client:
         assert not {DispatchPlugin.name, PagePlugin.name} & client.run_on_scheduler(names_of_plugins)
+
+
+def test_a_scheduler_that_is_gone_is_never_gone_for_no_reason() -> None:
+    def in_vain(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    pools: Any = object.__new__(RunCluster)
+    pools._gone, pools.session = "", "s"
+    pools.client = SimpleNamespace(sync=in_vain, scheduler=SimpleNamespace(address="tcp://a:1", spotlight_status=None))
+
+    with pytest.raises(SpotlightError, match=r"is gone \(timed out\)"):
+        pools._ask("spotlight_status")
 
 
 def test_a_scheduler_that_did_not_answer_is_asked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
