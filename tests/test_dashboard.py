@@ -386,6 +386,30 @@ def test_a_page_that_is_open_goes_on_with_the_next_run() -> None:
     assert list(shown._done.data["worker"]) == ["spot-1"] * 2
 
 
+def test_when_a_run_is_over_the_page_says_so_and_shows_what_it_did() -> None:
+    live: list[Dispatcher] = [Dispatcher(Rules())]
+    facts, journal = Facts(lambda: live[0] if live else None, clock=lambda: 1e6), live[0].state.journal
+    for name in ("spot-0", "spot-1"):
+        journal.joined(0.0, f"tcp://{name}", name, "spot")
+    label = Label(pool="spot", phase="rollout", iteration=0)
+    journal.span(("rollout", 0), label, None, "tcp://spot-0", 1.0, 2.0, "done")
+    journal.left(3.0, "tcp://spot-1", "lost")
+    facts.take([ABOUT, money_row(at_s=60.0)])
+
+    live.clear()
+    lanes, pools = Lanes(facts), Pools(facts)
+    lanes.update()
+    pools.update()
+
+    assert list(lanes._done.data["worker"]) == ["spot-0"]
+    assert list(lanes._losses.data["at"]) == [3.0]
+    assert max(lanes._alive.data["stop"]) == lanes._end() == 60.0
+    assert list(pools._steps.data["spot"]) == [1, 2, 1, 0, 0]
+    assert "this run is over" in text.cards(facts)
+    assert "0 + 0" in text.cards(facts)
+    assert 'spotlight_preemptions_total{run="a"} 1.0' in exposition(facts)
+
+
 def _get(url: str) -> tuple[int, str]:
     with urlopen(url, timeout=60) as answer:
         return answer.status, answer.read().decode()

@@ -87,10 +87,11 @@ class Counts:
         phases = [re.sub(r"-r\d+$", "", each.phase) for each in doing if each.phase]
         self.busy = len(phases)
         self.running = {phase: phases.count(phase) for phase in dict.fromkeys(sorted(phases))}
-        self.phase = escape(", ".join(f"{phase} × {count}" for phase, count in self.running.items())) or "nothing to do"
+        self.phase = escape(", ".join(f"{phase} × {count}" for phase, count in self.running.items()))
+        self.phase = self.phase or ("nothing to do" if facts.has_run else "this run is over")
         lives = facts.lives()
         self.preemptions = sum(life.pool == "spot" and life.was_taken for life in lives)
-        self.waiting_for = facts.dispatch.state.missing_pools()
+        self.waiting_for = facts.missing_pools()
 
 
 def _card(value: str, name: str, kind: str = "") -> str:
