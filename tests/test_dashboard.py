@@ -510,7 +510,7 @@ WIDTHS_PX = (480, 1050, 1280, 1920)
 UNCUT = (
     "(function all(root) { return [...root.querySelectorAll('*')].flatMap(one => "
     "[one, ...(one.shadowRoot ? all(one.shadowRoot) : [])]); })(document)"
-    ".filter(one => one.matches('.bk-label, .card, section'))"
+    ".filter(one => one.matches('.bk-label, .card, td, th, section'))"
     ".every(one => one.getBoundingClientRect().right <= document.querySelector('section').getBoundingClientRect().right"
     " && one.getBoundingClientRect().top >= document.querySelector('.navbar').getBoundingClientRect().bottom)"
 )

@@ -185,7 +185,7 @@ class Learning(_Redrawn):
         return plot
 
     def _ranks(self) -> Plot:
-        plot = self._small("ranking")
+        plot = self._small("ranking", height=155)
         plot.y_range = Range1d(start=-0.05, end=1.05)
         self._line(plot, "rank_correlation", PHASE_COLOURS["rollout"], "rank correlation")
         self._line(plot, "fidelity", PHASE_COLOURS["train"], "fidelity that the planner believes in", "dashed")
@@ -193,8 +193,8 @@ class Learning(_Redrawn):
         legend_above(plot)
         return plot
 
-    def _small(self, label: str) -> Plot:
-        plot = empty_plot(135, tools="xpan,reset,save", x_range=self._x_range, y_axis_label=label)
+    def _small(self, label: str, height: int = 135) -> Plot:
+        plot = empty_plot(height, tools="xpan,reset,save", x_range=self._x_range, y_axis_label=label)
         plot.xaxis.ticker.min_interval = 1
         return plot
 

@@ -31,7 +31,8 @@ TABLE = f"""{BASE}
 :host {{ font-size: 13px; }}
 table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
 th {{ text-align: left; font-weight: 500; font-size: 12px; color: {FAINT}; padding: 3px 10px 3px 0; }}
-td {{ padding: 4px 10px 4px 0; border-top: 1px solid {RULE}; white-space: nowrap; }}
+td {{ padding: 4px 10px 4px 0; border-top: 1px solid {RULE}; overflow-wrap: anywhere; }}
+td:first-child, td.number {{ white-space: nowrap; }}
 td:last-child, th:last-child {{ padding-right: 0; }}
 .number {{ text-align: right; }}
 p {{ margin: 4px 0 8px; color: {FAINT}; }}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bokeh.models import WheelZoomTool
+from bokeh.models import CategoricalAxis, NoOverlap, WheelZoomTool
 from bokeh.plotting import figure
 
 from spotlight.report.palette import AXIS, FAINT, INK, RULE
@@ -31,6 +31,9 @@ def empty_plot(height: int, **options: Any) -> Plot:
     plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = "12px"
     plot.axis.major_label_text_color = plot.axis.axis_label_text_color = FAINT
     plot.axis.axis_label_text_font_style = "normal"
+    for axis in plot.axis:
+        if not isinstance(axis, CategoricalAxis):  # of names, none may be missing
+            axis.major_label_policy = NoOverlap()
     wheel = WheelZoomTool(dimensions="width", modifiers="ctrl")  # without ctrl the wheel scrolls the page
     plot.add_tools(wheel)
     plot.toolbar.active_scroll = wheel
