@@ -125,7 +125,7 @@ class Facts:
 
     def time_axis(self) -> str:
         """Label of the time axis."""
-        return "seconds since the start" + (", without the breaks (dotted)" if self.breaks else "")
+        return "seconds since the first worker joined" + (", without the breaks (dotted)" if self.breaks else "")
 
     def lanes(self) -> list[Lane]:
         """Every worker, reserved ones first, then by name with numbers in order."""

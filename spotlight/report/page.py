@@ -438,6 +438,10 @@ section, .cards div { background: #fff; border: 1px solid #e4e7ed; border-radius
 section { margin-top: 20px; padding: 22px 26px 24px; }
 section > img { display: block; max-width: 100%; margin: 0 auto; }
 .cards { display: grid; grid-template-columns: 1.45fr 1fr 0.85fr 1.35fr 1fr 0.95fr; gap: 12px; }
+@media (max-width: 900px) {
+  .cards { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
+  table { display: block; overflow-x: auto; }
+}
 .cards div { padding: 14px 16px; }
 .cards h3 { margin: 0; font-size: 13px; font-weight: 500; color: $faint; }
 .cards b { display: block; font-size: 25px; letter-spacing: -0.02em; white-space: nowrap; }
