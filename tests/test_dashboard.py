@@ -207,6 +207,17 @@ def test_work_at_reserved_prices_stands_beside_what_was_spent_by_the_same_moment
     assert "beside $3.00 by then" in text.cards(facts)
 
 
+def test_a_run_that_goes_on_is_drawn_from_its_first_worker_on() -> None:
+    before = {"ledger_s": 5.0, "ledger_usd": 3.0, "usd_reserved_only": 4.0}
+    facts = facts_of(money_row(105.0, {"spot": 5.0}, **before), money_row(125.0, ledger_s=120.0))
+    facts._find = lambda: joined(100.0)
+    panel = Pools(facts)
+
+    panel.update()
+
+    assert list(panel._reserved_only.data["at"]) == [20.0]
+
+
 def joined(*at_s: float, dispatch: Dispatcher | None = None) -> Dispatcher:
     found = dispatch or Dispatcher(Rules())
     for at in at_s:

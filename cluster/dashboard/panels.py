@@ -118,7 +118,9 @@ class Pools:
                 "total": [sum(each.usd.values()) for each in money],
                 **{pool: [each.usd.get(pool, 0.0) for each in money] for pool in POOLS},
             }
-            ends = {each.ledger_s: each for each in money if each.usd_reserved_only}.values()
+            ends = {
+                each.ledger_s: each for each in money if each.ledger_s >= zero_s and each.usd_reserved_only
+            }.values()
             self._reserved_only.data = {
                 "at": [each.ledger_s - zero_s for each in ends],
                 "usd": [each.usd_reserved_only for each in ends],
