@@ -25,7 +25,7 @@ from cluster.dashboard import text
 from cluster.dashboard.facts import ROWS_MAX, Facts, Recovery, head_count, lanes, recoveries
 from cluster.dashboard.lanes import Lanes
 from cluster.dashboard.metrics import exposition
-from cluster.dashboard.panels import STEPS_MAX, Pools
+from cluster.dashboard.panels import STEPS_MAX, Learning, Planner, Pools
 from cluster.dashboard.plugin import PAGE, PagePlugin, pages
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.dispatch.events import WorkerJoined
@@ -45,6 +45,9 @@ from spotlight.store.thumbnails import pictures, thumbnail
 PRICES = {"reserved": 10.0, "spot": 2.5}
 ABOUT = {"kind": "run", "id": 0, "name": "a", "url": "/runs/a", "iterations": 9, "label": "", "usd_per_h": PRICES}
 ABOUT |= {"session": "first"}
+
+PROMPT = {"prompt": "a", "id": 3, "tried": 4, "reward": 0.5, "spread": 0.1, "kept": True}
+EXPLORED = {"kind": "prompts", "id": 0, "scored": 4, "dropped": 0, "of": 1, "prompts": [PROMPT]}
 
 
 def facts_of(*rows: dict[str, Any]) -> Facts:
@@ -191,6 +194,35 @@ def test_dollars_of_all_pools_are_drawn_and_a_pool_that_never_was_is_not_shown()
     assert panel._spent.data["reward"] == [4.0]
     assert shown == [False, False]
     assert [renderer.visible for renderer in drawn] == [True, True]
+
+
+def test_an_axis_names_no_moment_twice() -> None:
+    facts = facts_of(ABOUT)
+
+    axes = [plot.xaxis[0] for plot in (Lanes(facts).plot, *Pools(facts).root.children)]
+
+    assert [axis.ticker.min_interval for axis in axes] == [1, 1, 1]
+
+
+def test_panels_that_have_nothing_to_draw_say_so_and_draw_nothing() -> None:
+    facts = facts_of(ABOUT)
+    panels = Learning(facts), Planner(facts)
+    found = []
+
+    for rows in ([], [{"kind": "iteration", "id": 0, "reward_mean": 0.5, "reward_std": 0.1}, EXPLORED]):
+        facts.take(rows)
+        for panel in panels:
+            panel.update()
+            said, *plots = panel.root.children
+            found.append((said.visible, said.text, *(plot.visible for plot in plots)))
+
+    assert found[:2] == [
+        (True, "<p>No iteration is finished yet.</p>", False, False, False),
+        (True, "<p>Nothing was explored yet.</p>", False),
+    ]
+    assert found[2][0] is False
+    assert found[2][2:] == (True, True, True)
+    assert found[3][2:] == (True,)
 
 
 def test_work_at_reserved_prices_stands_beside_what_was_spent_by_the_same_moment() -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from bokeh.models import CategoricalAxis, NoOverlap, WheelZoomTool
+from bokeh.models import CategoricalAxis, NoOverlap, NumeralTickFormatter, WheelZoomTool
 from bokeh.plotting import figure
 
 from spotlight.report.palette import AXIS, FAINT, INK, RULE
 
 Plot = Any
 """One Bokeh figure or several; Bokeh's types know neither factors of two levels nor all of an axis's properties."""
-CLOCK = "00:00:00"
-"""How seconds are written on an axis: h:mm:ss."""
-
 WRAPPED = ":host { max-width: 100%; } .bk-grid.bk-grid { display: flex; flex-wrap: wrap; width: auto; gap: 2px 14px; }"
 """Has the names of a legend in as many rows as the plot's width needs."""
 
@@ -38,6 +35,12 @@ def empty_plot(height: int, **options: Any) -> Plot:
     plot.add_tools(wheel)
     plot.toolbar.active_scroll = wheel
     return plot
+
+
+def clock_below(plot: Plot) -> None:
+    """Write the seconds of the horizontal axis as h:mm:ss, none of them twice."""
+    plot.xaxis.formatter = NumeralTickFormatter(format="00:00:00")
+    plot.xaxis.ticker.min_interval = 1
 
 
 def legend_above(plot: Plot) -> None:
