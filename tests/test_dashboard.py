@@ -206,7 +206,7 @@ def test_an_axis_names_no_moment_twice() -> None:
 
 def test_panels_that_have_nothing_to_draw_say_so_and_draw_nothing() -> None:
     facts = facts_of(ABOUT)
-    panels = Learning(facts), Planner(facts)
+    panels: tuple[Any, ...] = Learning(facts), Planner(facts)
     found = []
 
     for rows in ([], [{"kind": "iteration", "id": 0, "reward_mean": 0.5, "reward_std": 0.1}, EXPLORED]):
