@@ -91,6 +91,7 @@ class Loop:
         self._watch = watch
         self._train = read_prompts(self._config.data.train_prompts)
         self._validation = read_prompts(self._config.data.validation_prompts)
+        self._has_told_of_nothing = False
 
     def go(self) -> None:
         """Run all iterations that the directory does not hold yet."""
@@ -141,6 +142,7 @@ class Loop:
         training = whole(results["training"], filters=self._config.train.filter_groups)
         explored: Selection | None = results["selection"] if candidates else None
         _warn_of_rewards(k, training, explored)
+        self._tell_of_nothing(explored)
         if explored:
             run.record_selection(explored)
         beliefs = learn_from(beliefs, selection, training, rewards.planned_range(rewards.build(config.reward)))
@@ -164,6 +166,19 @@ class Loop:
         run.append(HISTORY, row_of(row))
         self._retain(k, weights.version, after.weights.version)
         return after.weights
+
+    def _tell_of_nothing(self, explored: Selection | None) -> None:
+        """Say once that exploration ends before it has scored anything; summary and report count such iterations."""
+        if self._has_told_of_nothing or not explored or explored.seeds_scored or explored.seeds_failed:
+            return
+        if explored.seeds_dropped:
+            self._has_told_of_nothing = True
+            logger.warning(
+                "exploration for iteration %d: none of its requests was done before training ended, so it was for "
+                "nothing: make exploration.request_seeds, or exploration.steps, smaller, if any spot worker was there; "
+                "how often that is so, the summary and the report say",
+                explored.iteration,
+            )
 
     def _candidates(self, context: RunContext, k: int, weights: WeightsRef, beliefs: Beliefs) -> Candidates | None:
         """What to explore for an iteration; None if nothing, or if it was explored before a resume."""
@@ -327,12 +342,6 @@ def _warn_of_rewards(k: int, training: TrainingSet, explored: Selection | None) 
         logger.warning(
             "iteration %d: %d images had no reward, and others were drawn in their place: %s",
             *(k, training.failed, training.error),
-        )
-    if explored and explored.seeds_dropped and not explored.seeds_scored and not explored.seeds_failed:
-        logger.warning(
-            "exploration for iteration %d: none of its requests was done before training ended, so it was for nothing: "
-            "make exploration.request_seeds, or exploration.steps, smaller, if any spot worker was there",
-            k + 1,
         )
     if explored and explored.seeds_failed:
         logger.warning(

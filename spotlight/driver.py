@@ -108,6 +108,7 @@ class Driver:
     def _close(self, ended: Ended) -> None:
         assert self.pools
         try:
+            self._shown_s = 0.0  # the live page gets the last rows, however soon they come
             with contextlib.suppress(SpotlightError):  # it ended the run, and is raised there
                 self._follow()
             self._lease.check()

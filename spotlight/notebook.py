@@ -119,9 +119,17 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         *([("waiting for workers", " and ".join(status.waiting_for))] if status.waiting_for else []),
         ("preempted", str(status.preemptions)),
         ("spent", dollars(status.usd)),
-        (AT_RESERVED_PRICES, dollars(status.usd_reserved_only)),
+        (AT_RESERVED_PRICES, _at_reserved_prices(status)),
         *([("not real", status.emulated)] if status.emulated else []),
     ]
+
+
+def _at_reserved_prices(status: Status) -> str:
+    """What useful seconds cost at reserved prices: known of finished iterations only."""
+    if not status.usd_reserved_only:
+        return "–"
+    until = f" by the end of iteration {status.iteration - 1}" if status.state == "running" else ""
+    return dollars(status.usd_reserved_only) + until
 
 
 def workers_frame(lives: Iterable[WorkerLife]) -> pd.DataFrame:

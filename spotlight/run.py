@@ -26,7 +26,7 @@ from spotlight.records import SpotlightError, Stopped, in_a_sentence
 from spotlight.report import tracking
 from spotlight.report.money import emulated
 from spotlight.rl import rewards
-from spotlight.status import Status
+from spotlight.status import ON_ONE_NODE, Status
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, alive_s
 from spotlight.store.creating import check_place, create_run, create_run_at
@@ -406,11 +406,16 @@ class Run:
             state = "its state cannot be read" if self.directory.path.is_dir() else "its directory is gone"
         return f"<Run {self._directory.url if self._directory else self.config.run.name}: {state}>"
 
-    def how_to_start(self, pools: Sequence[str]) -> str:
-        """A hint on how to get workers of these pools; empty if the run starts them itself."""
+    def how_to_start(self, waiting_for: Sequence[str]) -> str:
+        """A hint on how to get what a run waits for (`Status.waiting_for`); empty if the run starts it itself."""
         if self._cluster is None:
             queued = self.pools.queued() if self.pools else []
             return f"Slurm: {', '.join(queued)}; `squeue --me` lists the jobs" if queued else ""
+        pools = [name for name, _ in self.config.pools if name in waiting_for]
+        if not pools:
+            narrow = (each for each in waiting_for if each.endswith(ON_ONE_NODE))
+            hint = "no node has enough workers: start {}, or add a smaller width to strategy.widths"
+            return next(map(hint.format, narrow), "")
         address = self._cluster if isinstance(self._cluster, str) else "ADDRESS"
         workers = " and ".join(f"`dask worker {address} --resources {pool}=1`" for pool in pools)
         return (

@@ -8,6 +8,8 @@ from spotlight.records import record
 
 HINT_AFTER_S = 20.0
 """A worker that was just started is not ready yet; one that is not there by then may never come by itself."""
+ON_ONE_NODE = " on one node"
+"""Ends what a run waits for whose gangs fit on no node."""
 
 
 @record
@@ -52,7 +54,7 @@ class Status:
     spot_worth_renting: int | None
     """Number of spot workers beyond which there would have been no rollout for another, in the last iteration."""
     waiting_for: tuple[str, ...]
-    """What the run waits for: pools without a worker, or a node with enough of them."""
+    """What the run waits for: pools without a worker, the driver's own worker, or a node with enough of them."""
     refused: Mapping[str, str]
     """{worker: why it takes no part in the run}"""
     elapsed_s: float

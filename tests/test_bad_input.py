@@ -173,6 +173,15 @@ def test_a_directory_that_is_no_run_is_named(tmp_path: Path, command: list[str])
     assert f"{tmp_path}: not a run directory: it has no config.toml; `spotlight run CONFIG` makes one" in said
 
 
+def test_in_a_directory_of_runs_the_latest_is_named(tmp_path: Path) -> None:
+    for at, name in enumerate(("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").touch()
+        os.utime(tmp_path / name / "config.toml", (at, at))
+
+    assert f"it holds runs, of which {tmp_path / 'a'} is the latest" in refusal("status", tmp_path)
+
+
 @pytest.mark.parametrize("shut", [".", "weights"])
 def test_a_run_of_a_user_who_lets_nobody_look_into_it_is_named(tmp_path: Path, shut: str) -> None:
     """Root may look into all: it acts as somebody else."""

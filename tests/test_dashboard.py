@@ -25,7 +25,7 @@ from cluster.dashboard import text
 from cluster.dashboard.facts import ROWS_MAX, Facts, Recovery, head_count, lanes, recoveries
 from cluster.dashboard.lanes import Lanes
 from cluster.dashboard.metrics import exposition
-from cluster.dashboard.panels import STEPS_MAX, Pools
+from cluster.dashboard.panels import STEPS_MAX, Learning, Planner, Pools
 from cluster.dashboard.plugin import PAGE, PagePlugin, pages
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.dispatch.events import WorkerJoined
@@ -45,6 +45,9 @@ from spotlight.store.thumbnails import pictures, thumbnail
 PRICES = {"reserved": 10.0, "spot": 2.5}
 ABOUT = {"kind": "run", "id": 0, "name": "a", "url": "/runs/a", "iterations": 9, "label": "", "usd_per_h": PRICES}
 ABOUT |= {"session": "first"}
+
+PROMPT = {"prompt": "a", "id": 3, "tried": 4, "reward": 0.5, "spread": 0.1, "kept": True}
+EXPLORED = {"kind": "prompts", "id": 0, "scored": 4, "dropped": 0, "of": 1, "prompts": [PROMPT]}
 
 
 def facts_of(*rows: dict[str, Any]) -> Facts:
@@ -193,6 +196,35 @@ def test_dollars_of_all_pools_are_drawn_and_a_pool_that_never_was_is_not_shown()
     assert [renderer.visible for renderer in drawn] == [True, True]
 
 
+def test_an_axis_names_no_moment_twice() -> None:
+    facts = facts_of(ABOUT)
+
+    axes = [plot.xaxis[0] for plot in (Lanes(facts).plot, *Pools(facts).root.children)]
+
+    assert [axis.ticker.min_interval for axis in axes] == [1, 1, 1]
+
+
+def test_panels_that_have_nothing_to_draw_say_so_and_draw_nothing() -> None:
+    facts = facts_of(ABOUT)
+    panels: tuple[Any, ...] = Learning(facts), Planner(facts)
+    found = []
+
+    for rows in ([], [{"kind": "iteration", "id": 0, "reward_mean": 0.5, "reward_std": 0.1}, EXPLORED]):
+        facts.take(rows)
+        for panel in panels:
+            panel.update()
+            said, *plots = panel.root.children
+            found.append((said.visible, said.text, *(plot.visible for plot in plots)))
+
+    assert found[:2] == [
+        (True, "<p>No iteration is finished yet.</p>", False, False, False),
+        (True, "<p>Nothing was explored yet.</p>", False),
+    ]
+    assert found[2][0] is False
+    assert found[2][2:] == (True, True, True)
+    assert found[3][2:] == (True,)
+
+
 def test_work_at_reserved_prices_stands_beside_what_was_spent_by_the_same_moment() -> None:
     at_end = {"ledger_s": 20.0, "ledger_usd": 3.0, "usd_reserved_only": 4.0}
     none_yet = {"ledger_s": 0.0, "ledger_usd": 0.0, "usd_reserved_only": 0.0}
@@ -205,6 +237,17 @@ def test_work_at_reserved_prices_stands_beside_what_was_spent_by_the_same_moment
 
     assert dict(panel._reserved_only.data) == {"at": [20.0], "usd": [4.0], "spent": [3.0]}
     assert "beside $3.00 by then" in text.cards(facts)
+
+
+def test_a_run_that_goes_on_is_drawn_from_its_first_worker_on() -> None:
+    before = {"ledger_s": 5.0, "ledger_usd": 3.0, "usd_reserved_only": 4.0}
+    facts = facts_of(money_row(105.0, {"spot": 5.0}, **before), money_row(125.0, ledger_s=120.0))
+    facts._find = lambda: joined(100.0)
+    panel = Pools(facts)
+
+    panel.update()
+
+    assert list(panel._reserved_only.data["at"]) == [20.0]
 
 
 def joined(*at_s: float, dispatch: Dispatcher | None = None) -> Dispatcher:
@@ -386,6 +429,30 @@ def test_a_page_that_is_open_goes_on_with_the_next_run() -> None:
     assert list(shown._done.data["worker"]) == ["spot-1"] * 2
 
 
+def test_when_a_run_is_over_the_page_says_so_and_shows_what_it_did() -> None:
+    live: list[Dispatcher] = [Dispatcher(Rules())]
+    facts, journal = Facts(lambda: live[0] if live else None, clock=lambda: 1e6), live[0].state.journal
+    for name in ("spot-0", "spot-1"):
+        journal.joined(0.0, f"tcp://{name}", name, "spot")
+    label = Label(pool="spot", phase="rollout", iteration=0)
+    journal.span(("rollout", 0), label, None, "tcp://spot-0", 1.0, 2.0, "done")
+    journal.left(3.0, "tcp://spot-1", "lost")
+    facts.take([ABOUT, money_row(at_s=60.0)])
+
+    live.clear()
+    lanes, pools = Lanes(facts), Pools(facts)
+    lanes.update()
+    pools.update()
+
+    assert list(lanes._done.data["worker"]) == ["spot-0"]
+    assert list(lanes._losses.data["at"]) == [3.0]
+    assert max(lanes._alive.data["stop"]) == lanes._end() == 60.0
+    assert list(pools._steps.data["spot"]) == [1, 2, 1, 0, 0]
+    assert "this run is over" in text.cards(facts)
+    assert "0 + 0" in text.cards(facts)
+    assert 'spotlight_preemptions_total{run="a"} 1.0' in exposition(facts)
+
+
 def _get(url: str) -> tuple[int, str]:
     with urlopen(url, timeout=60) as answer:
         return answer.status, answer.read().decode()
@@ -451,7 +518,7 @@ def test_in_a_browser_lanes_appear_a_killed_worker_shows_and_nothing_complains(r
 
 async def _look(url: str, directory: Path) -> dict[str, Any]:
     async with browser() as page:
-        too_wide = [width_px for width_px in (1280, 1920) if not await _fits(page, url, width_px, directory)]
+        too_wide = [width_px for width_px in WIDTHS_PX if not await _fits(page, url, width_px, directory)]
         await page.until(f"{column('lanes-done', 'worker')}.length > 20")
         return {
             "workers": await page.js(column("lanes-done", "worker")),
@@ -464,11 +531,11 @@ async def _look(url: str, directory: Path) -> dict[str, Any]:
 
 
 async def _fits(page: Page, url: str, width_px: int, directory: Path) -> bool:
-    """Whether the page is no wider than its window."""
+    """Whether the page is no wider than its window, no text is cut, and Dask's navigation hides nothing."""
     await page.open(url, width_px=width_px)
     await page.until("document.querySelectorAll('section').length == 7")
     await page.picture(directory / f"{width_px}.png")
-    return bool(await page.js("document.documentElement.scrollWidth <= window.innerWidth"))
+    return bool(await page.js(f"document.documentElement.scrollWidth <= window.innerWidth && {UNCUT}"))
 
 
 def column(source: str, name: str) -> str:
@@ -481,3 +548,13 @@ IMAGES = (
     "for (const one of root.querySelectorAll('*')) if (one.shadowRoot) n += count(one.shadowRoot); return n; }"
 )
 """Bokeh puts what it shows into shadow trees, one within the other."""
+WIDTHS_PX = (480, 1050, 1280, 1920)
+"""At 1,050 px Dask's navigation has two rows."""
+UNCUT = (
+    "(function all(root) { return [...root.querySelectorAll('*')].flatMap(one => "
+    "[one, ...(one.shadowRoot ? all(one.shadowRoot) : [])]); })(document)"
+    ".filter(one => one.matches('.bk-label, .card, td, th, section'))"
+    ".every(one => one.getBoundingClientRect().right <= document.querySelector('section').getBoundingClientRect().right"
+    " && one.getBoundingClientRect().top >= document.querySelector('.navbar').getBoundingClientRect().bottom)"
+)
+"""Whether all names of legends and all cards are within their sections, and below the navigation."""

@@ -14,6 +14,7 @@ from runs import settings_file
 from spotlight import config, driver
 from spotlight.driver import Driver
 from spotlight.records import Drained, Span, SpotlightError, WorkerLife
+from spotlight.report.feed import Feed
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run
 from spotlight.store.lease import Lease
@@ -110,3 +111,18 @@ def test_a_run_that_another_driver_has_is_written_to_no_more(tmp_path: Path) -> 
     assert (run_dir / HALF).exists(), "what the other's workers are writing"
     assert not RunDir(run_dir).rows(SPANS)
     assert not (run_dir / "workers.jsonl").exists()
+
+
+def test_the_live_page_gets_the_last_rows_however_soon_they_come(tmp_path: Path) -> None:
+    run = create_run(config.load(settings_file(tmp_path)), 0.0)
+    ours = Driver(run, Accounts(run, run.config()), Held(), threading.Event(), began_s=NOW_S)
+    cluster, shown = Failing(lambda: FINE), list[int]()
+    ours.pools, ours._feed = cast(RunCluster, cluster), Feed(run, run.config())
+    cluster.show = lambda rows: shown.append(len(rows))  # type: ignore[attr-defined]
+
+    ours._follow()
+    ours._follow()
+    assert len(shown) == 1
+    ours._close("finished")
+
+    assert len(shown) == 2

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -185,6 +186,18 @@ def test_a_driver_that_slept_ends_no_other_run_that_began_there_meanwhile(
         assert not {DispatchPlugin.name, PagePlugin.name} & client.run_on_scheduler(names_of_plugins)
 
 
+def test_a_scheduler_that_is_gone_is_never_gone_for_no_reason() -> None:
+    def in_vain(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    pools: Any = object.__new__(RunCluster)
+    pools._gone, pools.session = "", "s"
+    pools.client = SimpleNamespace(sync=in_vain, scheduler=SimpleNamespace(address="tcp://a:1", spotlight_status=None))
+
+    with pytest.raises(SpotlightError, match=r"is gone \(timed out\)"):
+        pools._ask("spotlight_status")
+
+
 def test_a_scheduler_that_did_not_answer_is_asked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that asked again at each step of its end took minutes to end."""
     settings = config.load(settings_file(tmp_path), SETTINGS)
@@ -192,7 +205,7 @@ def test_a_scheduler_that_did_not_answer_is_asked_no_more(tmp_path: Path, monkey
     with dask.config.set(dask_settings(cluster.tls)):
         pools = RunCluster(settings, create_run(settings, wall_clock()).path, cluster.address)
     try:
-        wait_for(lambda: "head" not in pools.status()["waiting_for"])
+        wait_for(lambda: "the driver's own" not in pools.status()["waiting_for"])
         monkeypatch.setattr("cluster.start.run_cluster.ANSWER_S", 0.5)
         cluster.processes[0].send_signal(signal.SIGSTOP)
         with pytest.raises(SpotlightError, match=r"is gone \(timed out"):

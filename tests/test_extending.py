@@ -19,8 +19,10 @@ from torch import Tensor
 from runs import ROOT, settings_file
 from spotlight import config
 from spotlight.config import Config
+from spotlight.display import summary_table
 from spotlight.inputs import check_inputs
 from spotlight.records import Prompt, SpotlightError
+from spotlight.report import write_report
 from spotlight.rl import rewards
 from spotlight.rl.models import Conditioning, Model
 from spotlight.rl.models.flux import Flux
@@ -187,6 +189,21 @@ def test_images_without_a_reward_are_replaced_and_told_of(tmp_path: Path, caplog
     )
     samples = {row.metrics["samples"] for row in run.directory.history()}
     assert samples == {float(settings.rollout.prompts * settings.rollout.seeds_kept)}
+
+
+def test_exploration_for_nothing_is_told_of_once_and_counted_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = ["run.iterations=4", "train.timesteps=1", "exploration.request_seeds=8", "exploration.rounds=1"]
+    settings = config.load(settings_file(tmp_path), [*overrides, "exploration.budget=time", "exploration.steps=60"])
+    run = Simulation("slow", settings, "modelled")
+
+    run.go(report=True)
+
+    assert ["for nothing" in message for message in caplog.messages] == [True]
+    said = [str(cell) for column in summary_table(run.directory).columns for cell in column.cells]
+    assert "3 of 4 iterations: no seed was scored before training ended" in said
+    assert "For 3 of 4 iterations no seed was scored" in write_report(run.directory.path).read_text("utf-8")
 
 
 def test_a_reward_that_teaches_nothing_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from runs import ROOT, kill, settings_file, start, wait_for
 from spotlight import attach, notebook
 from spotlight.clock import wall_clock
 from spotlight.config import load
+from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.records import Span, SpotlightError, Stopped, WorkerLife, row_of
 from spotlight.run import Run
 from spotlight.store.creating import create_run
@@ -181,6 +182,15 @@ def test_the_view_of_a_run_says_what_it_waits_for_and_who_takes_no_part(tmp_path
 
     assert ("waiting for workers", "reserved and spot") in notebook._facts(status)
     assert notebook._troubles(status) == ["worker spot-7 takes no part: it has <no> memory"]
+
+
+def test_the_view_of_a_run_prices_only_what_is_known(tmp_path: Path) -> None:
+    status = attach(create_run(load(settings_file(tmp_path)), now_s=0.0).path).status
+    going_on = replace(status, state="running", iteration=3, usd_reserved_only=2.0)
+
+    assert (AT_RESERVED_PRICES, "–") in notebook._facts(status)
+    assert (AT_RESERVED_PRICES, "$2.0000 by the end of iteration 2") in notebook._facts(going_on)
+    assert (AT_RESERVED_PRICES, "$2.0000") in notebook._facts(replace(going_on, state="finished"))
 
 
 def test_pictures_are_told_in_a_terminal_without_their_bytes() -> None:

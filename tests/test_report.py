@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import html
 import json
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from browser import CHROMIUM, browser
 from factories import make_request
 from runs import ROOT, settings_file
 from spotlight import config
@@ -303,6 +305,16 @@ def test_a_reserved_worker_that_was_lost_is_no_preemption_but_is_told(tmp_path: 
             ("preemptions survived", "1"),
             ("reserved workers lost", "1, and survived"),
         ]
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")
+def test_the_page_fits_a_narrow_window(finished: Path) -> None:
+    async def is_too_wide() -> tuple[bool, list[str]]:
+        async with browser() as page:
+            await page.open((finished / "report.html").as_uri(), width_px=480)
+            return bool(await page.js("document.documentElement.scrollWidth > window.innerWidth")), page.errors
+
+    assert asyncio.run(is_too_wide()) == (False, [])
 
 
 def test_the_page_says_where_every_dollar_went(finished: Path) -> None:

@@ -589,5 +589,7 @@ def test_training_closes_exploration_that_runs_on_time(tmp_path: Path) -> None:
 def test_how_workers_are_started_is_told_where_that_is_not_up_to_the_run(tmp_path: Path) -> None:
     there = Run(settings_file(tmp_path), cluster="tls://head:8786")
 
-    assert "start `dask worker tls://head:8786 --resources spot=1`" in there.how_to_start(["spot"])
+    assert "start `dask worker tls://head:8786 --resources spot=1`" in there.how_to_start(["spot", "the driver's own"])
+    assert "start 8 on one node" in there.how_to_start(["8 on one node"])
+    assert there.how_to_start(["the driver's own"]) == ""
     assert Run(settings_file(tmp_path)).how_to_start(["spot"]) == ""

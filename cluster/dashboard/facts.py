@@ -70,7 +70,8 @@ class Facts:
     """
 
     def __init__(self, dispatch: Callable[[], Dispatcher | None], clock: Clock = wall_clock) -> None:
-        self._find, self.clock = dispatch, clock
+        self._find, self._clock = dispatch, clock
+        self._latest = NOTHING
         self._rows: dict[str, dict[int, Row]] = {}
         self._session = ""
         self.money: deque[Money] = deque()
@@ -80,19 +81,25 @@ class Facts:
 
     @property
     def dispatch(self) -> Dispatcher:
-        """The dispatcher, or one that knows nothing."""
-        return self._find() or NOTHING
+        """The dispatcher of the live run, or of the last one; before any, one that knows nothing."""
+        self._latest = self._find() or self._latest
+        return self._latest
 
     @property
     def has_run(self) -> bool:
         """Whether there is a live run."""
         return self._find() is not None
 
+    def clock(self) -> float:
+        """The time now; once a run is over, when its driver was last heard of."""
+        return self.money[-1].at_s if self.money and not self.has_run else self._clock()
+
     def take(self, rows: Iterable[Row]) -> None:
         """Add the driver's rows; of the same kind and id, the last counts.
 
         Another run, or another driver of the run, clears all rows first: its history may be shorter.
         """
+        _ = self.dispatch  # so that it is known after the run, also where nobody looked
         for row in rows:
             if row["kind"] == "money":
                 self._take_money(row)
@@ -143,15 +150,25 @@ class Facts:
     # Of the scheduler
 
     def doing(self) -> list[WorkerActivity]:
-        return self.dispatch.state.doing()
+        """What workers do now; there are none once a run is over."""
+        return self.dispatch.state.doing() if self.has_run else []
+
+    def missing_pools(self) -> tuple[str, ...]:
+        """Pools without a worker that work waits for."""
+        return self.dispatch.state.missing_pools() if self.has_run else ()
 
     def lives(self) -> list[WorkerLife]:
-        """The lives of all workers of this session."""
-        return list(self.dispatch.state.journal.lives.values())
+        """The lives of all workers of this session; they end with the run."""
+        lives = list(self.dispatch.state.journal.lives.values())
+        if self.has_run:
+            return lives
+        end_s = self.clock()
+        return [replace(life, left_s=max(end_s, life.joined_s)) if life.left_s is None else life for life in lives]
 
     def zero_s(self) -> float:
         """When the first worker of this session joined; now, before that."""
-        return min((life.joined_s for life in self.lives()), default=self.clock())
+        lives = self.dispatch.state.journal.lives.values()
+        return min((life.joined_s for life in lives), default=self.clock())
 
     def shown_after(self, number: int) -> list[NumberedSpan]:
         """Spans after the one of this number, oldest first, as far as they are still remembered."""

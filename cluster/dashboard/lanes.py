@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, FactorRange, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models import ColumnDataSource, FactorRange, HoverTool, Range1d
 from bokeh.models.widgets.groups import RadioButtonGroup
 
 from cluster.dashboard.facts import Facts, Lane, lanes
 from cluster.dispatch.snapshot import WorkerActivity
 from spotlight.records import Span
 from spotlight.report.palette import ALIVE, CALLED_OFF, CALLED_OFF_ALPHA, INK, LOST, base_phase, phase_colour
-from spotlight.report.style import CLOCK, empty_plot
+from spotlight.report.style import clock_below, empty_plot
 
 SPANS_SENT = 4_000
 """Bars that a browser keeps; more make it slow."""
@@ -61,8 +61,8 @@ class Lanes:
     def _style(self) -> None:
         plot = self.plot
         plot.ygrid.grid_line_color = None
-        plot.xaxis.formatter = NumeralTickFormatter(format=CLOCK)
-        plot.xaxis.axis_label = "since the first worker joined (h:mm:ss); drag to look back"
+        clock_below(plot)
+        plot.xaxis.axis_label = "since the first worker joined\n(h:mm:ss; drag to look back)"
         plot.yaxis.group_text_color = INK
         plot.yaxis.group_text_font_size = "12px"
         plot.yaxis.group_label_orientation = "normal"
@@ -137,7 +137,7 @@ class Lanes:
             self._order = {lane: number for number, lane in enumerate(shown)}
             self._y_range.factors = [*reversed(shown)]
             height, labelled = min(22.0, 640 / max(1, len(shown))), len(shown) <= LABELLED
-            self.plot.height = round(78 + max(LANE_MIN_PX, height) * len(shown))
+            self.plot.height = round(92 + max(LANE_MIN_PX, height) * len(shown))
             self.plot.yaxis.major_label_text_font_size = "12px" if labelled else "0px"
         if lives != self._lives:
             self._lives = lives

@@ -18,7 +18,7 @@ from cluster.dashboard.facts import Facts, head_count
 from cluster.dashboard.lanes import Lanes
 from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.report.palette import FAINT, INK, LOST, PHASE_COLOURS, POOL_COLOURS
-from spotlight.report.style import CLOCK, Plot, empty_plot, legend_above
+from spotlight.report.style import Plot, clock_below, empty_plot, legend_above
 
 POOLS = {"reserved": "dashed", "spot": "solid", "reward": "dotted"}
 """{pool: dash of its lines}. Optional pools are shown once they have had workers."""
@@ -68,7 +68,7 @@ class Pools:
 
     def _counts(self, title: str) -> Plot:
         plot = empty_plot(150, tools="xpan,reset,save", title=title, y_axis_label="GPUs alive")
-        plot.xaxis.formatter = NumeralTickFormatter(format=CLOCK)
+        clock_below(plot)
         plot.y_range.start = 0
         for pool, dash in POOLS.items():
             style: Any = {"color": POOL_COLOURS[pool], "line_width": 2.5, "line_dash": dash}
@@ -87,8 +87,8 @@ class Pools:
             y_axis_label="US dollars spent",
         )
         plot.x_range = self._count_range
-        plot.xaxis.formatter = NumeralTickFormatter(format=CLOCK)
-        plot.yaxis.formatter = NumeralTickFormatter(format="$0,0.00")
+        clock_below(plot)
+        plot.yaxis.formatter = NumeralTickFormatter(format="$0,0.00[00]")
         colours = [POOL_COLOURS[pool] for pool in POOLS]
         names = list(POOLS)
         areas = plot.varea_stack(names, x="at", color=colours, alpha=0.8, legend_label=names, source=self._spent)
@@ -118,7 +118,9 @@ class Pools:
                 "total": [sum(each.usd.values()) for each in money],
                 **{pool: [each.usd.get(pool, 0.0) for each in money] for pool in POOLS},
             }
-            ends = {each.ledger_s: each for each in money if each.usd_reserved_only}.values()
+            ends = {
+                each.ledger_s: each for each in money if each.ledger_s >= zero_s and each.usd_reserved_only
+            }.values()
             self._reserved_only.data = {
                 "at": [each.ledger_s - zero_s for each in ends],
                 "usd": [each.usd_reserved_only for each in ends],
@@ -156,7 +158,10 @@ class Learning(_Redrawn):
         self._scores = ColumnDataSource({"k": [], "score": []})
         self._counts: dict[str, int] = {}
         """{kind: changes that are drawn}"""
-        self.root = column(self._rewards(title), self._variances(), self._ranks(), sizing_mode="stretch_width")
+        nothing = "<p>No iteration is finished yet.</p>"
+        self._said = Div(text=nothing, stylesheets=[text.TABLE], sizing_mode="stretch_width")
+        self._plots = self._rewards(title), self._variances(), self._ranks()
+        self.root = column(self._said, *self._plots, sizing_mode="stretch_width")
 
     def _rewards(self, title: str) -> Plot:
         plot = empty_plot(200, tools="xpan,reset,save", title=title, y_axis_label="reward")
@@ -185,7 +190,7 @@ class Learning(_Redrawn):
         return plot
 
     def _ranks(self) -> Plot:
-        plot = self._small("ranking")
+        plot = self._small("ranking", height=155)
         plot.y_range = Range1d(start=-0.05, end=1.05)
         self._line(plot, "rank_correlation", PHASE_COLOURS["rollout"], "rank correlation")
         self._line(plot, "fidelity", PHASE_COLOURS["train"], "fidelity that the planner believes in", "dashed")
@@ -193,8 +198,8 @@ class Learning(_Redrawn):
         legend_above(plot)
         return plot
 
-    def _small(self, label: str) -> Plot:
-        plot = empty_plot(135, tools="xpan,reset,save", x_range=self._x_range, y_axis_label=label)
+    def _small(self, label: str, height: int = 135) -> Plot:
+        plot = empty_plot(height, tools="xpan,reset,save", x_range=self._x_range, y_axis_label=label)
         plot.xaxis.ticker.min_interval = 1
         return plot
 
@@ -219,6 +224,9 @@ class Learning(_Redrawn):
 
     def _draw_iterations(self) -> None:
         rows, nothing = self._facts.rows("iteration"), float("nan")
+        self._said.visible = not rows
+        for plot in self._plots:
+            plot.visible = bool(rows)  # without rows it is blank, but for its legend
         data: dict[str, Any] = {name: [row.get(name, nothing) for row in rows] for name in self.CURVES}
         data["k"] = [row["id"] for row in rows]
         data["low"] = [row["reward_mean"] - row["reward_std"] for row in rows]
@@ -258,6 +266,7 @@ class Planner(_Redrawn):
         names = [_label(row, number) for number, row in enumerate(rows)]
         self._range.factors = names
         self.plot.height = 60 + 15 * max(4, len(rows))
+        self.plot.visible = bool(rows)
         self._source.data = {
             "y": names,
             "tried": [row["tried"] for row in rows],

@@ -21,7 +21,7 @@ BASE = f"""
 CARDS = f"""{BASE}
 .cards {{ display: flex; flex-wrap: wrap; gap: 6px 34px; align-items: flex-end; }}
 .card b {{ display: block; font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }}
-.card, .card * {{ white-space: nowrap; }}
+.card, .card * {{ overflow-wrap: anywhere; }}
 .card span {{ font-size: 12px; color: {FAINT}; }}
 .name b {{ font-size: 17px; }}
 .name i {{ color: #fff; background: {LOST}; border-radius: 3px; padding: 2px 7px; font: 600 11px sans-serif; }}
@@ -31,7 +31,8 @@ TABLE = f"""{BASE}
 :host {{ font-size: 13px; }}
 table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
 th {{ text-align: left; font-weight: 500; font-size: 12px; color: {FAINT}; padding: 3px 10px 3px 0; }}
-td {{ padding: 4px 10px 4px 0; border-top: 1px solid {RULE}; white-space: nowrap; }}
+td {{ padding: 4px 10px 4px 0; border-top: 1px solid {RULE}; overflow-wrap: anywhere; }}
+td:first-child, td.number {{ white-space: nowrap; }}
 td:last-child, th:last-child {{ padding-right: 0; }}
 .number {{ text-align: right; }}
 p {{ margin: 4px 0 8px; color: {FAINT}; }}
@@ -87,10 +88,11 @@ class Counts:
         phases = [re.sub(r"-r\d+$", "", each.phase) for each in doing if each.phase]
         self.busy = len(phases)
         self.running = {phase: phases.count(phase) for phase in dict.fromkeys(sorted(phases))}
-        self.phase = escape(", ".join(f"{phase} × {count}" for phase, count in self.running.items())) or "nothing to do"
+        self.phase = escape(", ".join(f"{phase} × {count}" for phase, count in self.running.items()))
+        self.phase = self.phase or ("nothing to do" if facts.has_run else "this run is over")
         lives = facts.lives()
         self.preemptions = sum(life.pool == "spot" and life.was_taken for life in lives)
-        self.waiting_for = facts.dispatch.state.missing_pools()
+        self.waiting_for = facts.missing_pools()
 
 
 def _card(value: str, name: str, kind: str = "") -> str:

@@ -59,11 +59,14 @@ from cluster.scheduler.translation import STATES, STEP_S, layer_of, work_of
 from cluster.version import code_version
 from spotlight.clock import Clock, wall_clock
 from spotlight.records import SpotlightError
+from spotlight.status import ON_ONE_NODE
 
 logger = logging.getLogger(__name__)
 
 WORKING: tuple[WorkerPool, ...] = ("reserved", "spot", "reward")
 """Pools of workers that do a GPU's work, or score."""
+DRIVERS_OWN = "the driver's own"
+"""What the worker in the driver's process is called, while a run waits for it."""
 LEAVE_S = 5.0
 """Longest wait for workers to end what belongs to a run; only a frozen one takes longer."""
 
@@ -427,15 +430,15 @@ class DispatchPlugin(SchedulerPlugin):
         return self._dispatch
 
     def _waiting_for(self, now: Snapshot) -> list[str]:
-        """Pools without a worker that something waits for; and a node that is large enough, if none is."""
+        """What is missing of what something waits for: pools, the driver's own worker, a node that is large enough."""
         missing = {
             *now.waiting_for,
             *(() if "reserved" in now.pools else ("reserved",)),
-            *(() if self._answers.ready_in("head") else ("head",)),
+            *(() if self._answers.ready_in("head") else (DRIVERS_OWN,)),
         }
         nodes = Counter(each.node for each in self._answers.ready_in("reserved", "spot").values())
         largest = max(nodes.values(), default=0)
-        narrow = [f"{now.narrowest} on one node"] if now.narrowest > largest > 0 else []
+        narrow = [f"{now.narrowest}{ON_ONE_NODE}"] if now.narrowest > largest > 0 else []
         return [*sorted(missing), *narrow]
 
     def _hopeless(self, now: Snapshot) -> str:

@@ -359,7 +359,8 @@ class RunCluster:
                 if isinstance(error, TimeoutError) and attempts_left:
                     continue  # a pause of this process uses that time up, too
                 address = self.client.scheduler.address
-                self._gone = f"the scheduler {address} is gone ({error}); what was committed is kept"
+                why = str(error) or "timed out"  # asyncio's own says nothing
+                self._gone = f"the scheduler {address} is gone ({why}); what was committed is kept"
                 raise SpotlightError(self._gone) from None
         raise AssertionError
 

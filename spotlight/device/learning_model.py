@@ -26,7 +26,7 @@ Array = NDArray[np.float64]
 Words = NDArray[np.uint64]
 
 MODEL = (
-    "learning is modelled, not simulated: each iteration the distance of the score to 1 shrinks by a share in "
+    "Learning is modelled, not simulated: each iteration the distance of the score to 1 shrinks by a share in "
     "proportion to the reward variance of the kept seeds, at the pace of the embedded two-digit job; old weights and "
     "fewer steps cost nothing"
 )

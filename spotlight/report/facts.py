@@ -125,7 +125,7 @@ class Facts:
 
     def time_axis(self) -> str:
         """Label of the time axis."""
-        return "seconds since the start" + (", without the breaks (dotted)" if self.breaks else "")
+        return "seconds since the first worker joined" + (", without the breaks (dotted)" if self.breaks else "")
 
     def lanes(self) -> list[Lane]:
         """Every worker, reserved ones first, then by name with numbers in order."""
@@ -235,6 +235,11 @@ class Facts:
             return None
         values = pd.to_numeric(self.history[name], errors="coerce").replace([inf, -inf], nan).dropna()
         return values if len(values) else None
+
+    def unscored(self) -> int:
+        """Number of iterations for which seeds were explored, and none was scored."""
+        scored = self.curve("seeds_scored")
+        return 0 if scored is None or self.settings.strategy.exploration == "off" else int((scored == 0).sum())
 
     def images(self, line: ValidationRow) -> tuple[NDArray[np.uint8], list[str]] | None:
         """Images (B, height, width, 3) and prompts of one validation; None where the file cannot be read.

@@ -166,6 +166,8 @@ def _timeline(facts: Facts, plot: str) -> str:
     lanes = LANES_NOTES["ahead" if settings.rollout.prompts_ahead else settings.strategy.exploration]
     if settings.exploration.reuse and settings.strategy.exploration != "off":
         lanes += REUSE_NOTE
+    if unscored := facts.unscored():
+        lanes += UNSCORED_NOTE.format(unscored=unscored, all=len(facts.history))
     lanes += "".join(f"Dotted: the run had no worker for {_duration(lasted_s)}. " for _, lasted_s in facts.breaks)
     if not facts.is_crowded():
         note = TIMELINE_NOTE if facts.zoom() == facts.whole else OVERVIEW_NOTE
@@ -391,6 +393,10 @@ LANES_NOTES = {
 }
 """What the colours of the lanes are, by how a run explores, or if it begins rollouts early."""
 REUSE_NOTE = "Kept candidates are trained on as they were drawn; blue are prompts that had too few. "
+UNSCORED_NOTE = (
+    "For {unscored} of {all} iterations no seed was scored before training ended, so exploration for them was for "
+    "nothing. "
+)
 TIMELINE_NOTE = "One lane per worker. {lanes}Drag to move, or hold ctrl and use the wheel."
 OVERVIEW_NOTE = (
     "One lane per worker. {lanes}Drag to move, drag the window in the small picture, or hold ctrl and use the wheel."
@@ -432,6 +438,10 @@ section, .cards div { background: #fff; border: 1px solid #e4e7ed; border-radius
 section { margin-top: 20px; padding: 22px 26px 24px; }
 section > img { display: block; max-width: 100%; margin: 0 auto; }
 .cards { display: grid; grid-template-columns: 1.45fr 1fr 0.85fr 1.35fr 1fr 0.95fr; gap: 12px; }
+@media (max-width: 900px) {
+  .cards { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
+  table { display: block; overflow-x: auto; }
+}
 .cards div { padding: 14px 16px; }
 .cards h3 { margin: 0; font-size: 13px; font-weight: 500; color: $faint; }
 .cards b { display: block; font-size: 25px; letter-spacing: -0.02em; white-space: nowrap; }

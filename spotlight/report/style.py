@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from bokeh.models import WheelZoomTool
+from bokeh.models import CategoricalAxis, NoOverlap, NumeralTickFormatter, WheelZoomTool
 from bokeh.plotting import figure
 
 from spotlight.report.palette import AXIS, FAINT, INK, RULE
 
 Plot = Any
 """One Bokeh figure or several; Bokeh's types know neither factors of two levels nor all of an axis's properties."""
-CLOCK = "00:00:00"
-"""How seconds are written on an axis: h:mm:ss."""
-
-LEGEND_ROW_MAX = 10
-"""Names in a row of a legend: more would leave a page of 1,000 px."""
+WRAPPED = ":host { max-width: 100%; } .bk-grid.bk-grid { display: flex; flex-wrap: wrap; width: auto; gap: 2px 14px; }"
+"""Has the names of a legend in as many rows as the plot's width needs."""
 
 
 def empty_plot(height: int, **options: Any) -> Plot:
@@ -32,10 +28,19 @@ def empty_plot(height: int, **options: Any) -> Plot:
     plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = "12px"
     plot.axis.major_label_text_color = plot.axis.axis_label_text_color = FAINT
     plot.axis.axis_label_text_font_style = "normal"
+    for axis in plot.axis:
+        if not isinstance(axis, CategoricalAxis):  # of names, none may be missing
+            axis.major_label_policy = NoOverlap()
     wheel = WheelZoomTool(dimensions="width", modifiers="ctrl")  # without ctrl the wheel scrolls the page
     plot.add_tools(wheel)
     plot.toolbar.active_scroll = wheel
     return plot
+
+
+def clock_below(plot: Plot) -> None:
+    """Write the seconds of the horizontal axis as h:mm:ss, none of them twice."""
+    plot.xaxis.formatter = NumeralTickFormatter(format="00:00:00")
+    plot.xaxis.ticker.min_interval = 1
 
 
 def legend_above(plot: Plot) -> None:
@@ -49,8 +54,5 @@ def legend_above(plot: Plot) -> None:
         legend.orientation = "horizontal"
         legend.location = "top_left"
         legend.padding = legend.margin = 0
-        legend.spacing = 14
-        rows = math.ceil(len(legend.items) / LEGEND_ROW_MAX)
-        if rows > 1:
-            legend.ncols = math.ceil(len(legend.items) / rows)
+        legend.stylesheets = [WRAPPED]
         plot.add_layout(legend, "above")

@@ -147,12 +147,13 @@ class RunDir:
             check_reach(path)
         run = cls(path)
         if run.objects.size(config.RESOLVED) is None:
-            found = "no such directory"
+            found, way_out = "no such directory", "`spotlight run CONFIG` makes one"
             if run.is_remote or run.path.is_dir():
                 found = f"not a run directory: it has no {config.RESOLVED}"
+                way_out = ("" if run.is_remote else _latest_within(run.path)) or way_out
             elif run.path.exists():
                 found = "a file, and no run directory"
-            raise SpotlightError(f"{path}: {found}; `spotlight run CONFIG` makes one")
+            raise SpotlightError(f"{path}: {found}; {way_out}")
         if run._journals:
             run.pull(anew=True)
         else:
@@ -522,6 +523,12 @@ def made_again(iteration: int) -> str:
     return (
         f"delete weights/v{iteration:05d}: `spotlight resume` then does iteration {iteration - 1} again, which makes it"
     )
+
+
+def _latest_within(folder: Path) -> str:
+    """Names the latest run in a directory of runs; empty if there is none."""
+    found = max(folder.glob(f"*/{config.RESOLVED}"), key=lambda file: file.stat().st_mtime, default=None)
+    return f"it holds runs, of which {found.parent} is the latest" if found else ""
 
 
 def _forbidden_entries(directory: Path, root: Path) -> Iterator[str]:
