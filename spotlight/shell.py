@@ -348,6 +348,8 @@ def _status(parsed: argparse.Namespace) -> None:
         print(json.dumps(asdict(status)))
     else:
         terminal().print(status_table(status))
+        if status.state in ("stopped", "failed") and not run.directory.simulated:
+            print(f"`{run.resume_command}` goes on")
 
 
 def _stop(parsed: argparse.Namespace) -> None:

@@ -39,7 +39,7 @@ from spotlight.records import GradientPart, Pool, Rollout, SpotlightError, Worke
 from spotlight.rl.sums import slices_of
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
 from spotlight.store.creating import create_run
-from spotlight.store.rows import DECISIONS, HISTORY, SIMULATED
+from spotlight.store.rows import DECISIONS, HISTORY, SIMULATED, Simulated
 from spotlight.strategies import strategies
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 Learning = Literal["modelled", "real"]
 LOGGED_WORKERS = 100
 """With more workers, the dispatcher's log is not kept: it would be the largest part of the run directory."""
+AS_CONFIGURED = "as configured"
+"""The name of the settings themselves, unless they are one of the strategies that they are compared with."""
 COLLECT_AFTER = 200_000
 """New objects between two garbage collections: some ten collections in an iteration of a thousand workers."""
 
@@ -111,10 +113,10 @@ def simulate(
     how = [f"simulation.learning={learning}"] if learning else []
     config = configuration.load(settings, [*overrides, *how])
     learning = config.simulation.learning
-    first, others = "as configured", list[tuple[str, Config]]()
+    first, others = AS_CONFIGURED, list[tuple[str, Config]]()
     for name, each in strategies(config, Path(settings).parent) if compare else ():
         if _same_run(each, config):
-            first = f"{name} (as configured)"
+            first = f"{name} ({AS_CONFIGURED})"
         else:
             others.append((name, each))
     runs = [(first, config), *others]
@@ -156,7 +158,8 @@ class Simulation:
         self.name, self.config, self._learning, self._follow = name, config, learning, follow
         self._began_s = _began_s(config)
         self.directory = create_run(config, wall_clock(), simulated=True)
-        self.directory.write_json(SIMULATED, {"learning": learning})
+        strategy = "" if name == AS_CONFIGURED else name
+        self.directory.write_json(SIMULATED, Simulated(learning=learning, strategy=strategy))
         self._accounts = Accounts(self.directory, config)
         self._clock = VirtualClock(self._began_s)
         workers = sum(pool.workers for _, pool in config.pools)

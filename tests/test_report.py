@@ -545,7 +545,7 @@ def test_a_simulated_run_is_named_as_such(tmp_path: Path, capsys: pytest.Capture
     live = page_of(run_dir)
     main(["cost", str(run_dir), "--json"])
     live_account = json.loads(capsys.readouterr().out)
-    (run_dir / SIMULATED).write_text(json.dumps({"learning": learning}))
+    (run_dir / SIMULATED).write_text(json.dumps({"learning": learning, "strategy": "no exploration"}))
 
     page = page_of(run_dir)
     main(["cost", str(run_dir), "--json"])
@@ -555,7 +555,7 @@ def test_a_simulated_run_is_named_as_such(tmp_path: Path, capsys: pytest.Capture
 
     said = f"SIMULATED: durations by the cost model, learning {learning}"
     assert "SIMULATED" not in live
-    assert "<title>SIMULATED: ocr-tiny" in page
+    assert "<title>SIMULATED: ocr-tiny: no exploration" in page
     assert said in page
     assert said in table
     assert (live_account["simulated"], account["simulated"]) == ("", learning)

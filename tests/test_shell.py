@@ -198,6 +198,18 @@ def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.
     assert (status["state"], status["iteration"], status["iterations"]) == ("new", 0, 2)
 
 
+def test_the_status_of_a_run_that_has_ended_early_says_how_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = create_run(load(settings_file(tmp_path)), now_s=0.0)
+    with run.lock():
+        pass
+
+    assert main(["status", str(run.path)]) == 0
+
+    assert f"`spotlight resume {run.path}` goes on" in capsys.readouterr().out
+
+
 def test_a_simulation_is_a_line_of_json_per_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["--set", "run.iterations=1", "--alone", "--no-report", "--json"]
 

@@ -99,6 +99,8 @@ class Facts:
     """Requests that nobody ran any more, with how many workers each had lost."""
     simulated: str
     """How a simulated run learns, "modelled" or "real"; empty for a live one."""
+    strategy: str
+    """The strategy that a simulated run was compared as; empty for a live one."""
 
     def is_crowded(self) -> bool:
         """Whether a timeline of every worker over the whole run would be too full to read."""
@@ -357,4 +359,5 @@ def read(run_dir: str | Path) -> Facts:
         missing=[text for text, is_absent in absent.items() if is_absent],
         quarantined=run.all_quarantined(),
         simulated=run.simulated,
+        strategy=run.strategy,
     )

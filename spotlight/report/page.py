@@ -145,7 +145,7 @@ def _page(facts: Facts, grid: Path | None) -> str:
         ink=INK,
         faint=FAINT,
         rule=RULE,
-        title=html.escape(facts.settings.run.name),
+        title=html.escape(": ".join(filter(None, (facts.settings.run.name, facts.strategy)))),
         badge="SIMULATED: " if facts.simulated else "",
         banner=_banner(facts),
         subtitle=html.escape(_subtitle(facts)),

@@ -39,6 +39,8 @@ class Simulated:
 
     learning: Literal["modelled", "real"]
     """Whether rewards come from a model of learning, or from the real model."""
+    strategy: str = ""
+    """The strategy that it was compared as; empty in older runs."""
 
 
 @record

@@ -257,8 +257,17 @@ class RunDir:
         Raises:
             SpotlightError: the record of it is damaged.
         """
-        found = self._file(SIMULATED, Simulated, "restore the file")
+        found = self._simulated()
         return found.learning if found else ""
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that a simulated run was compared as; empty for a live one."""
+        found = self._simulated()
+        return found.strategy if found else ""
+
+    def _simulated(self) -> Simulated | None:
+        return self._file(SIMULATED, Simulated, "restore the file")
 
     def has_latents(self) -> bool:
         """Whether anything may be in the store of latents; a modelled device leaves none."""
