@@ -389,3 +389,12 @@ def test_a_record_is_written_as_json_would_indent_it(record: Any) -> None:
 )
 def test_any_value_is_written_as_json_would_indent_it(value: Any) -> None:
     assert indented(value) == json.dumps(value, indent=1, sort_keys=True)
+
+
+def test_an_error_with_half_an_emoji_does_not_make_its_record_unreadable(run: RunDir) -> None:
+    """As one that names a file whose name is no UTF-8."""
+    run.record_selection(replace(SELECTION, error="no such file: caf\udce9.png"))
+
+    found = run.selection(SELECTION.iteration)
+
+    assert found == replace(SELECTION, error="no such file: caf?.png")

@@ -171,6 +171,19 @@ def test_why_its_owner_failed_is_known_though_the_disk_is_full(
         assert "ended without a word" in last.last_words  # too long for the place, the record stays whole
 
 
+def test_an_error_with_half_an_emoji_does_not_make_the_lease_unreadable(objects: Objects) -> None:
+    """As one that names a file whose name is no UTF-8."""
+    lease = Lease(objects, "here", lambda: 1000.0)
+    lease.take()
+    lease.failed("no such file: caf\udce9.png")
+    lease.release()
+
+    last = lease.last()
+
+    assert last
+    assert last.error == "no such file: caf?.png"
+
+
 @pytest.mark.parametrize(("ahead_s", "waits_s"), [(-100.0, LEASE_S), (0.0, LEASE_S), (3000.0, LEASE_S), (1e4, 0.0)])
 def test_a_lease_whose_machine_is_gone_ends_and_its_owner_finds_out(
     objects: Objects, ahead_s: float, waits_s: float, caplog: pytest.LogCaptureFixture

@@ -48,6 +48,11 @@ def from_json(kind: type[Record], content: bytes, where: object, way_out: str, *
     return record
 
 
+def readable(text: str) -> str:
+    """A text that `from_json` reads: a lone surrogate, such as half an emoji, is replaced by "?"."""
+    return text.encode(errors="replace").decode()
+
+
 def _infinite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """Paths of the numbers in a record that are not finite."""
     if isinstance(value, float):

@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 
 from spotlight.clock import Clock, system_clock, wall_clock
 from spotlight.records import SpotlightError, Stopped, record
-from spotlight.store.decoding import from_json
+from spotlight.store.decoding import from_json, readable
 from spotlight.store.disks import is_full
 from spotlight.store.objects import Objects
 
@@ -185,7 +185,7 @@ class Lease:
         """Keep the error, which the record will have when it is released."""
         with self._renewing:
             if self._mine:
-                self._mine = replace(self._mine, error=error)
+                self._mine = replace(self._mine, error=readable(error))
 
     def release(self) -> None:
         """Let the next one have it."""

@@ -31,7 +31,7 @@ from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
 from spotlight.records import Quarantined, Selection, SpotlightError, Stopped, record
-from spotlight.store.decoding import Record, from_json
+from spotlight.store.decoding import Record, from_json, readable
 from spotlight.store.file_lock import FileLock
 from spotlight.store.journals import Journals
 from spotlight.store.lease import Holder, Lease
@@ -570,7 +570,8 @@ def indented(value: Any, line: str = "\n") -> str:
     """JSON over several lines, of a record by its fields' names.
 
     The same text as ``json.dumps(value, indent=1, sort_keys=True)``, in a tenth of the time: where that
-    function indents, it runs in Python, number by number.
+    function indents, it runs in Python, number by number. But a lone surrogate, which no reader takes, is replaced by
+    "?".
 
     Args:
         line: a line break, with the indentation of the line on which the value begins.
@@ -580,10 +581,10 @@ def indented(value: Any, line: str = "\n") -> str:
         value = {name: getattr(value, name) for name in value.__dataclass_fields__}
     if isinstance(value, Mapping) and value:
         names = {key: key if isinstance(key, str) else json.dumps(key) for key in sorted(value)}
-        entries = [f"{json.dumps(name)}: {indented(value[key], deeper)}" for key, name in names.items()]
+        entries = [f"{json.dumps(readable(name))}: {indented(value[key], deeper)}" for key, name in names.items()]
         return "{" + deeper + ("," + deeper).join(entries) + line + "}"
     if isinstance(value, (list, tuple)) and value:
         if set(map(type, value)) <= {int, float, bool, type(None)}:  # ", " is in none of them
             return "[" + deeper + json.dumps(value)[1:-1].replace(", ", "," + deeper) + line + "]"
         return "[" + deeper + ("," + deeper).join([indented(part, deeper) for part in value]) + line + "]"
-    return json.dumps(value)
+    return json.dumps(readable(value) if isinstance(value, str) else value)
