@@ -480,6 +480,12 @@ def test_where_explored_rewards_do_not_differ_nothing_is_learnt_of_the_fidelity(
     assert beliefs.fidelity == 0.4
 
 
+def test_explored_rewards_that_differ_by_next_to_nothing_teach_nothing_of_the_fidelity() -> None:
+    beliefs = learn(Beliefs(fidelity=0.4), 0, {}, {1: [(0.0, 0.0), (1e-170, 1.0)]})
+
+    assert beliefs.fidelity == 0.4
+
+
 def test_candidates_beside_training_by_hand() -> None:
     measured: dict[str, Any] = {"spare_s": [9000.0, 300.0, 700.0, 500.0, 420.0], "seed_s": 2.5, "chunk": 4}
 

@@ -221,7 +221,9 @@ def _fidelity(before: float, pairs: Iterable[Sequence[tuple[float, float]]]) -> 
     if not rows:
         return before
     x, y = np.concatenate([values - values.mean(axis=0) for values in rows]).T
-    slope = float(x @ y) / float(x @ x)
+    if not (spread := float(x @ x)):  # their squares are less than any number
+        return before
+    slope = float(x @ y) / spread
     return min(1.0, max(0.0, before + (slope - before) * len(x) / (len(x) + FIDELITY_PAIRS)))
 
 
