@@ -37,6 +37,7 @@ from spotlight.rl.rewards import (
     GenEvalScorer,
     Scorer,
     Tagged,
+    Weighted,
     build,
     geneval_correct,
     geneval_graded,
@@ -50,6 +51,7 @@ from spotlight.rl.rewards import (
 )
 from spotlight.rl.rewards.clip import AestheticScorer, ClipScorer, PickScorer
 from spotlight.rl.rewards.geneval import Objects, metadata_of, relative_position
+from spotlight.rl.rewards.ocr import OcrScorer
 from spotlight.rl.rewards.reader import ReaderScorer
 
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans-Bold.ttf"
@@ -514,6 +516,17 @@ def test_a_table_with_tags_scores_prompts_with_these_alone() -> None:
     scorer.check_prompt(tagged("blue", "no text in quotes"))
     with pytest.raises(SpotlightError, match="double quotes"):
         scorer.check_prompt(tagged("text", "no text in quotes"))
+
+
+def test_the_planner_tells_rewards_of_one_tables_prompts_apart_whatever_is_usual_of_another_table() -> None:
+    class Narrow(Scorer):
+        range, usual = (-101.0, 101.0), (14.0, 28.0)
+
+    scorer = Weighted([(1.0, Tagged(Narrow(), ["picture"])), (1.0, Tagged(OcrScorer(), ["text"]))])
+
+    unread, read, low, high = normalised(planned_range(scorer), [0.0, 1.0, 18.0, 24.0])
+
+    assert unread < read < low < high
 
 
 def test_too_many_rewards_of_a_table_with_tags_are_missing_rewards(caplog: pytest.LogCaptureFixture) -> None:

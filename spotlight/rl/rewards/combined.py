@@ -66,8 +66,8 @@ class Tagged(Scorer):
     def __init__(self, scorer: Scorer, tags: Sequence[str]) -> None:
         self._scorer, self._tags = scorer, frozenset(tags)
         self.shown_as = type(scorer).__name__
-        self.range = min(0.0, scorer.range[0]), max(0.0, scorer.range[1])  # type: ignore[misc]  # of this one
-        self.usual = scorer.usual  # type: ignore[misc]  # as well
+        self.range = _with_zero(scorer.range)  # type: ignore[misc]  # of this one
+        self.usual = scorer.usual and _with_zero(scorer.usual)  # type: ignore[misc]  # as well
 
     def counts(self, prompt: Prompt) -> bool:
         return prompt.tag in self._tags
@@ -86,6 +86,10 @@ class Tagged(Scorer):
     def check_prompt(self, prompt: Prompt) -> None:
         if self.counts(prompt):
             self._scorer.check_prompt(prompt)
+
+
+def _with_zero(within: tuple[float, float]) -> tuple[float, float]:
+    return min(0.0, within[0]), max(0.0, within[1])
 
 
 def _is_for(scorer: Scorer, prompt: Prompt | str) -> bool:
