@@ -160,6 +160,25 @@ def test_attempts_at_one_version_do_not_disturb_each_other(tmp_path: Path) -> No
     assert versions(tmp_path) == ["v00001"]
 
 
+def test_a_version_can_be_published_while_another_attempt_removes_what_it_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gigabytes take a while."""
+    weights.stage(tmp_path, 1, tensors(1), {}, {})
+    remove = shutil.rmtree
+
+    def publish_first(path: Path, **how: Any) -> None:
+        if path.name.startswith(".removed-staged-"):
+            weights.publish(tmp_path, 1)
+        remove(path, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", publish_first)
+        weights.stage(tmp_path, 1, tensors(1), {}, {})
+
+    assert versions(tmp_path) == ["v00001"]
+
+
 def test_an_attempt_that_fails_leaves_nothing_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: DirectoryVersions, version: int, manifest: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

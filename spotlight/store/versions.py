@@ -157,14 +157,17 @@ class DirectoryVersions:
         (writing / MANIFEST).write_bytes(manifest)
         _flush(writing / MANIFEST)
         _flush(writing)
+        aside = []
         for _ in range(ATTEMPTS):  # another attempt may stage in between
-            self._take_away(staged)
+            aside.append(self._set_aside(staged))
             with suppress(OSError):
                 writing.rename(staged)
                 break
         else:
             writing.rename(staged)
         _flush(self._root)
+        for replaced in aside:  # only now: the version may be published at any moment
+            shutil.rmtree(replaced, ignore_errors=True)
 
     def manifest(self, version: int, *, staged: bool = False) -> bytes:
         return (self._path(version, staged=staged) / MANIFEST).read_bytes()
@@ -204,10 +207,14 @@ class DirectoryVersions:
 
     def _take_away(self, directory: Path) -> None:
         """Rename a directory, then remove it, so that a kill cannot leave half of it in its place."""
-        removed = directory.with_name(f".removed-{directory.name.lstrip('.')}-{self._attempt}")
+        shutil.rmtree(self._set_aside(directory), ignore_errors=True)
+
+    def _set_aside(self, directory: Path) -> Path:
+        """Rename a directory, if it is there, to one that `retain` removes; returns its new path."""
+        aside = directory.with_name(f".removed-{directory.name.lstrip('.')}-{uuid4().hex}")
         with suppress(FileNotFoundError):  # there is none
-            directory.rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            directory.rename(aside)
+        return aside
 
 
 def _opened(path: Path) -> BufferedReader:
