@@ -372,6 +372,21 @@ def test_weights_at_a_url_are_published_by_their_manifest_and_kept_by_version(tm
     assert [key for key in BucketObjects(bucket).sizes("weights") if "v00001" in key or "staged" in key] == []
 
 
+def test_what_an_attempt_at_a_url_staged_after_another_was_published_goes(bucket: str) -> None:
+    """By a worker that was taken for dead."""
+    for version in range(2):
+        weights.stage(bucket, version, {"a": np.full(3, version, np.float32)}, {}, {})
+        weights.publish(bucket, version)
+        weights.stage(bucket, version, {"a": np.full(3, version, np.float32)}, {}, {})
+    weights.stage(bucket, 2, {"a": np.ones(3, np.float32)}, {}, {})
+
+    weights.retain(bucket, {1})
+
+    keys = {key for key in BucketObjects(bucket).sizes("weights") if key.endswith(".json")}
+    assert keys == {"weights/staged-v00002.json", "weights/v00001/manifest.json"}
+    assert weights.publish(bucket, 2).weights.version == 2
+
+
 def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) -> None:
     part = GradientPart(
         weights=WeightsRef(version=0, sha256="0" * 64), iteration=0, update=0, number=1, samples=(), positions=(),

@@ -296,10 +296,14 @@ class BucketVersions:
         return self._objects.source(self._file(version, sha256))
 
     def retain(self, keep: Collection[int]) -> None:
-        """Manifests are deleted first; what a kill left of older versions, or of a deleted one, is deleted, too."""
+        """Manifests are deleted first; what a kill left of older versions, or of a deleted one, is deleted, too. So is
+        what was staged of a published one."""
         keys = self._objects.sizes("weights")
-        gone = [version for version in self._numbers(keys) if version not in keep]
+        published = self._numbers(keys)
+        gone = [version for version in published if version not in keep]
         self._objects.delete(*(self._manifest(version, staged=False) for version in gone))
+        left = (self._manifest(version, staged=True) for version in published)
+        self._objects.delete(*(key for key in left if key in keys))
         newest = max(keep, default=-1)
         for key in keys:
             match = re.match(rf"weights/{_VERSION.pattern}/", key)
