@@ -88,6 +88,13 @@ def test_regions_that_touch_at_corners_only_are_two() -> None:
     assert labels[0, 0] == labels[1, 1] != labels[2, 0]
 
 
+def test_a_faint_line_is_no_shape() -> None:
+    image = np.full((24, 24, 3), 255, np.uint8)
+    image[10, 5:13] = 255 - 140
+
+    assert ShapeDetector()(image, CLASSES) == {name: [] for name in CLASSES}
+
+
 def test_what_prompts_ask_for_is_rewarded_and_what_others_ask_for_is_not() -> None:
     rng, pictures = np.random.default_rng(1), Shapes()
     strict = GenEvalScorer(ShapeDetector(), graded=False)

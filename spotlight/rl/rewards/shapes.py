@@ -68,7 +68,10 @@ def regions(image_HWC: NDArray[np.uint8]) -> Iterator[tuple[str, dict[str, Any]]
         mask_HW = labels_HW == label
         if mask_HW.sum() < LEAST_AREA * mask_HW.size:
             continue
-        fine_HW, box = finely(np.where(grown(mask_HW), ink_HW, 0.0))
+        found = finely(np.where(grown(mask_HW), ink_HW, 0.0))
+        if found is None:
+            continue
+        fine_HW, box = found
         covers = {name: cover(fine_HW, name) for name in CLASSES}
         name = max(covers, key=covers.__getitem__)
         narrow = min(fine_HW.shape) / max(fine_HW.shape)
@@ -101,8 +104,11 @@ def grown(mask_HW: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return mask_HW | around[:-2, 1:-1] | around[2:, 1:-1] | around[1:-1, :-2] | around[1:-1, 2:]
 
 
-def finely(ink_HW: NDArray[np.floating]) -> tuple[NDArray[np.bool_], list[float]]:
-    """A region cut out and enlarged `FINE` times, so that partly covered pixels count in part; its box in pixels."""
+def finely(ink_HW: NDArray[np.floating]) -> tuple[NDArray[np.bool_], list[float]] | None:
+    """A region cut out and enlarged `FINE` times, so that partly covered pixels count in part; its box in pixels.
+
+    None if nothing is left of it, as of a faint line that is a pixel wide.
+    """
     from PIL import Image
 
     rows, columns = np.flatnonzero(ink_HW.any(axis=1)), np.flatnonzero(ink_HW.any(axis=0))
@@ -111,6 +117,8 @@ def finely(ink_HW: NDArray[np.floating]) -> tuple[NDArray[np.bool_], list[float]
     size = FINE * cut.shape[1], FINE * cut.shape[0]
     large_HW = np.asarray(Image.fromarray(cut).resize(size, Image.Resampling.BILINEAR)) > INK
     rows, columns = np.flatnonzero(large_HW.any(axis=1)), np.flatnonzero(large_HW.any(axis=0))
+    if not len(rows):
+        return None
     edges = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
     offsets = (left - 1, top - 1, left - 1, top - 1)
     box = [float(offset + edge / FINE) for offset, edge in zip(offsets, edges, strict=True)]
