@@ -391,6 +391,17 @@ def test_any_value_is_written_as_json_would_indent_it(value: Any) -> None:
     assert indented(value) == json.dumps(value, indent=1, sort_keys=True)
 
 
+def test_requests_that_several_workers_set_aside_are_recorded_once_each(run: RunDir) -> None:
+    """Each that had a share of one records it, while another may be in the middle of writing."""
+    first, second = (Quarantined(request=make_request(seeds=(seed,)), preemptions=5) for seed in (1, 2))
+    before = run.all_quarantined()
+
+    for found in (first, second, first):
+        run.quarantine(found)
+
+    assert run.all_quarantined() == [*before, first, second]
+
+
 def test_an_error_with_half_an_emoji_does_not_make_its_record_unreadable(run: RunDir) -> None:
     """As one that names a file whose name is no UTF-8."""
     run.record_selection(replace(SELECTION, error="no such file: caf\udce9.png"))

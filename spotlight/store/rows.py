@@ -16,8 +16,10 @@ EVENTS = "events.jsonl"
 """What happened to gangs and workers, in order."""
 DECISIONS = "decisions.jsonl"
 """Decisions, with what they were made from; see `spotlight.plan.replay`."""
+ASIDE = "quarantined"
+"""Requests that were set aside, one in each file: no worker runs them any more."""
 QUARANTINED = "quarantined.jsonl"
-"""Requests that were set aside: no worker runs them any more."""
+"""The same in older runs."""
 PROMPTS = "prompts.json"
 """The hashes of the prompts that the run began with, which are in ``prompts/``: a `PromptHashes`."""
 MODEL = "model.json"
@@ -26,7 +28,10 @@ SUMMARY = "summary.json"
 SIMULATED = "simulated.json"
 """Only in the directory of a simulated run: a `Simulated`."""
 
-FOLDERS = ("beliefs", "images", "latents", "offload", "prices", "prompts", "selections", "updates", "weights")
+FOLDERS = (
+    *("beliefs", "images", "latents", "offload", "prices", "prompts"),
+    *(ASIDE, "selections", "updates", "weights"),
+)
 JOURNALS = (HISTORY, VALIDATION, SPANS, WORKERS, EVENTS, DECISIONS, QUARANTINED)
 STARTED = "started.json"
 """A `Started`, which tells a run from others of its name. At a URL it is written first, so that a name has one run; in

@@ -19,7 +19,6 @@ import os
 import shlex
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +37,7 @@ from spotlight.store.lease import Holder, Lease
 from spotlight.store.lines import Growing, Lines
 from spotlight.store.objects import atomic_write, check_address, check_reach, objects_at
 from spotlight.store.rows import (
+    ASIDE,
     DECISIONS,
     FOLDERS,
     HISTORY,
@@ -435,16 +435,12 @@ class RunDir:
         self.objects.put(name, indented(value).encode())
 
     def quarantine(self, request: Quarantined) -> None:
-        """Record a request that is set aside; any worker may. Where the run is at a URL, doing so twice is as once."""
-        if self._journals:
-            self.write_json(f"quarantined/{request.request.id}.json", request)
-        else:
-            self.append(QUARANTINED, asdict(request))
+        """Record a request that is set aside; any worker may, and so may each that had a share of it."""
+        self.write_json(f"{ASIDE}/{request.request.id}.json", request)
 
     def all_quarantined(self) -> list[Quarantined]:
-        """The requests that `quarantine` recorded."""
-        keys = self.objects.sizes("quarantined") if self._journals else ()
-        found = [self._file(key, Quarantined, "restore it, or delete it") for key in keys]
+        """The requests that `quarantine` recorded; older versions did so in a journal."""
+        found = [self._file(key, Quarantined, "restore it, or delete it") for key in self.objects.sizes(ASIDE)]
         return [*self.records(QUARANTINED, Quarantined), *(each for each in found if each)]
 
     def selection(self, iteration: int) -> Selection | None:
