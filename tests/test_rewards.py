@@ -81,6 +81,7 @@ def test_targets_of_published_prompts_are_as_long_as_their_source_says(shared_da
         ("xx47yy", "47", 1.0),  # the target occurs in the text, so d = 0
         ("abcdefgh", "47", 0.0),  # d = 8 is capped at the target's 2 letters
         ("kitten", "sitting", 1 - 3 / 7),  # k->s, e->i, +g
+        ("caf\u00e9", "Cafe\u0301", 1.0),  # one letter, as engines read it, or two, as in names of files of a Mac
     ],
 )
 def test_the_score_of_hand_computed_cases(text: str, target: str, expected: float) -> None:

@@ -14,6 +14,7 @@ from functools import cached_property
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,8 +65,8 @@ def quoted_target(text: str) -> str:
 def ocr_score(text: str, target: str, *, graded: bool = True) -> float:
     """How much of the target was read, 0 to 1; or (not graded) whether all of it was, 0 or 1.
 
-    Space and case do not count. With the edit distance d, 0 where the target occurs anywhere in
-    the text::
+    Space and case do not count, nor how accents are encoded. With the edit distance d, 0 where the target occurs
+    anywhere in the text::
 
         score = 1 - min(d, len(target)) / len(target)
 
@@ -73,11 +74,11 @@ def ocr_score(text: str, target: str, *, graded: bool = True) -> float:
         text: all that was read in the image.
         target: what should be there; not only space.
 
-    Source: Flow-GRPO (arXiv 2505.05470), as in its code.
+    Source: Flow-GRPO (arXiv 2505.05470), as in its code, but for accents.
     """
     from rapidfuzz.distance import Levenshtein
 
-    text, target = ("".join(words.split()).lower() for words in (text, target))
+    text, target = (normalize("NFC", "".join(words.split()).lower()) for words in (text, target))
     if not target:
         raise SpotlightError("the target of an OCR reward is empty: give it at least one letter")
     if target in text:
