@@ -99,6 +99,25 @@ class Clock(threading.Event):
         return self.is_set()
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_an_object_that_is_to_be_durable_has_its_name_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """A machine that loses its power may lose what was only renamed."""
+    named, fsync = [], os.fsync
+
+    def synced(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").resolve() == tmp_path / "beliefs":
+            named.append((tmp_path / "beliefs/00001.json").exists())
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", synced)
+        DirectoryObjects(tmp_path).put("beliefs/00001.json", b"{}", durable=durable)
+
+    assert named == [True] * durable
+
+
 def test_one_of_two_drivers_has_a_run_and_the_other_is_told_who(objects: Objects) -> None:
     """However far the second one's clock is ahead, or behind."""
     first = Lease(objects, "here", lambda: 1000.0)

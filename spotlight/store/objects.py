@@ -479,7 +479,18 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
                 file.flush()
                 os.fsync(file.fileno())
         part.replace(path)
+        if durable:
+            flush(path.parent)
     except IsADirectoryError:
         raise not_a_file(path) from None
     finally:
         part.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Force a file's content, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -27,7 +27,7 @@ from uuid import uuid4
 
 from spotlight.files import is_url
 from spotlight.store.node import Source, from_file
-from spotlight.store.objects import BucketObjects
+from spotlight.store.objects import BucketObjects, flush
 from spotlight.store.tensor_files import Content, hashing
 
 MANIFEST = "manifest.json"
@@ -149,14 +149,14 @@ class DirectoryVersions:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.writelines(hashing(content, digest))
-        _flush(path)
+        flush(path)
         return digest.hexdigest()
 
     def stage(self, version: int, manifest: bytes) -> None:
         writing, staged = self._writing(version), self._path(version, staged=True)
         (writing / MANIFEST).write_bytes(manifest)
-        _flush(writing / MANIFEST)
-        _flush(writing)
+        flush(writing / MANIFEST)
+        flush(writing)
         aside = []
         for _ in range(ATTEMPTS):  # another attempt may stage in between
             aside.append(self._set_aside(staged))
@@ -165,7 +165,7 @@ class DirectoryVersions:
                 break
         else:
             writing.rename(staged)
-        _flush(self._root)
+        flush(self._root)
         for replaced in aside:  # only now: the version may be published at any moment
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -180,7 +180,7 @@ class DirectoryVersions:
     def publish(self, version: int) -> None:
         self._remove(version)
         self._path(version, staged=True).rename(self._path(version))
-        _flush(self._root)
+        flush(self._root)
 
     def drop(self, version: int) -> None:
         shutil.rmtree(self._path(version, staged=True), ignore_errors=True)
@@ -309,12 +309,3 @@ class BucketVersions:
             match = re.match(rf"weights/{_VERSION.pattern}/", key)
             if match and (number := int(match[1])) not in keep and (number in gone or number < newest):
                 self._objects.delete(key)
-
-
-def _flush(path: Path) -> None:
-    """Force a file's content, or a directory's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
