@@ -590,6 +590,18 @@ def test_advantages_of_several_rewards_are_added_where_the_settings_ask_for_it()
     )
 
 
+def test_spares_that_were_drawn_for_nobody_do_not_count_as_images_that_were_replaced() -> None:
+    failed = Scored(request=make_request(seeds=(1, 2, 3, 4)), rewards=(0.1, None, 0.3, 0.4), errors=("it is broken",))
+    asked = refills._with_spares(0, failed)
+    assert asked
+    again = Scored(request=asked, rewards=(None, 0.5, 0.6, 0.7), errors=("still broken",))
+
+    found = training.advantage("group", [refills.refilled(0, [failed], [again])])
+
+    assert (found.failed, found.error) == (1, "it is broken")
+    assert [sample.reward for sample in found.samples] == [0.1, 0.3, 0.4, 0.5]
+
+
 def test_a_reward_that_is_for_other_prompts_is_in_no_mean_and_no_spread() -> None:
     own, others = (make_request(prompt_id=at, seeds=(1, 2)) for at in range(2))
     scored = [

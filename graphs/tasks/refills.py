@@ -125,6 +125,8 @@ def _with_spares(seed: int, scored: Scored) -> Request | None:
 def _without_spares(scored: Scored, again: Scored) -> Scored:
     """The scored replacements, of which only the first that have a reward keep it, as many as are missing.
 
+    Others were drawn in nobody's place, so errors of theirs say nothing.
+
     Raises:
         SpotlightError: there are not as many.
     """
@@ -136,7 +138,7 @@ def _without_spares(scored: Scored, again: Scored) -> Scored:
     def only(rewards: Sequence[float | None]) -> tuple[float | None, ...]:
         return tuple(reward if at in known else None for at, reward in enumerate(rewards))
 
-    return replace(again, rewards=only(again.rewards), parts=tuple(map(only, again.parts)))
+    return replace(again, rewards=only(again.rewards), errors=(), parts=tuple(map(only, again.parts)))
 
 
 def _without_reward(scored: Scored, again: Scored) -> SpotlightError:
