@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from factories import make_latents, make_request
 from spotlight.records import Request, SpotlightError
+from spotlight.store.compaction import iteration_path
 from spotlight.store.latents import LatentStore, MissingLatents, StaleEpoch
 from spotlight.store.zarr_store import AT_ONCE, ZarrStore, all_of
 
@@ -631,6 +633,30 @@ def test_two_claims_at_once_get_two_epochs(tmp_path: Path) -> None:
         epochs = list(threads.map(lambda store: store.resume(request).epoch, stores))
 
     assert sorted(epochs) == list(range(1, 1 + len(stores)))
+
+
+def test_requests_are_committed_while_another_iteration_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By other threads, of which one store serves any number."""
+    store, seeds = LatentStore(str(tmp_path)), count(1)
+
+    def commit() -> None:
+        request = make_request(iteration=2, seeds=(next(seeds),))
+        store.commit(request, store.resume(request).epoch, 1, make_latents(request, 1))
+
+    def path_meanwhile(iteration: int) -> str:
+        if iteration == 1:
+            commit()
+        return iteration_path(iteration)
+
+    commit()
+    monkeypatch.setattr("spotlight.store.latents.iteration_path", path_meanwhile)
+
+    store.finish_iteration(1, "clean")
+
+    commit()
+    assert len([*tmp_path.glob("commits/00002/*/commit.1.1")]) == next(seeds) - 1 > 3
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -120,6 +120,7 @@ class LatentStore:
         self.url = url
         self._store = ZarrStore(url)
         self._ready: set[str] = set()
+        """Arrays and groups that exist. It is copied before it is looked through: another thread may add to it."""
 
     def resume(self, request: Request) -> Resume:
         """Take the request over: claim a new epoch, then find its highest commit that verifies.
@@ -342,7 +343,8 @@ class LatentStore:
 
     def _forget(self, iteration: int) -> None:
         """Forget that an iteration's arrays and groups exist: they were removed, and are made again if needed."""
-        self._ready = {path for path in self._ready if not f"{path}/".startswith(f"{iteration_path(iteration)}/")}
+        ready = self._ready.copy()
+        self._ready = {path for path in ready if not f"{path}/".startswith(f"{iteration_path(iteration)}/")}
 
     def _create_steps(self, path: str, iteration: int, shape: tuple[int, ...]) -> None:
         """Make the array of one (request, epoch) and the groups above it, once; races write the same bytes."""
@@ -351,7 +353,7 @@ class LatentStore:
         root = iteration_path(iteration)
         if root not in self._ready:  # what an earlier iteration still needs is made again, with the same bytes
             recent = tuple(f"{iteration_path(each)}/" for each in range(max(0, iteration - RECENT), iteration + RECENT))
-            self._ready = {ready for ready in self._ready if f"{ready}/".startswith(recent)}
+            self._ready = {ready for ready in self._ready.copy() if f"{ready}/".startswith(recent)}
         metadata = {group: group_metadata() for group in ("latents", root, f"{root}/steps")}
         metadata[path] = array_metadata(("step", "sample", "token", "channel"), shape, (1, *shape[1:]))
         for node, value in metadata.items():
