@@ -199,6 +199,18 @@ def test_the_scores_of_a_finished_iteration_are_one_record(
     assert store.get_record(f"scores/{other.id}") is not None
 
 
+def test_scores_that_a_killed_writer_left_half_stored_are_of_no_request(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    store.put_scores(request, {"digest": request.digest, "rewards": [0.5, None]})
+    stored = tmp_path / "records" / "scores" / request.id
+    stored.with_suffix(f".{uuid4().hex}.partial").write_bytes(stored.read_bytes())
+
+    store.finish_iteration(request.iteration, "clean")
+
+    assert list(store.get_record(f"scores-{request.iteration:05d}") or ()) == [request.id]
+    assert not list(stored.parent.iterdir())
+
+
 def test_what_lacks_a_reward_may_be_scored_anew(store: LatentStore) -> None:
     whole, failed = make_request(), make_request(prompt_id=1)
     for request, reward in ((whole, 0.5), (failed, None)):

@@ -46,6 +46,7 @@ from spotlight.records import Request, record
 from spotlight.store import compaction
 from spotlight.store.compaction import Clean, index_key, iteration_path
 from spotlight.store.zarr_store import (
+    PARTIAL,
     Float32,
     ZarrStore,
     all_of,
@@ -334,7 +335,7 @@ class LatentStore:
         """Join the scores of an iteration in one record, then delete the record of each request."""
         names = [name for name in run(self._store.names("records/scores")) if name.startswith(f"{iteration:05d}-")]
         if names:
-            known = self._each_scores(sorted(names))
+            known = self._each_scores(sorted(name for name in names if not name.endswith(PARTIAL)))
             for name, value in known.items():
                 if pictured is not None and "-explore-" in name and name not in pictured:
                     value.pop("thumbnails", None)

@@ -54,6 +54,9 @@ run = sync
 AT_ONCE = 16
 """Operations on a store at a time; the latents of so many requests are in memory meanwhile."""
 
+PARTIAL = ".partial"
+"""Ends the names of local files that are being written."""
+
 PROBE_S = 20.0
 """A store answers within a second; clients try again for minutes before they give up."""
 
@@ -121,7 +124,7 @@ class ZarrStore:
     async def delete_partials(self, prefix: str) -> None:
         """Remove what killed writers left under a prefix."""
         for key in [key async for key in self._store.list_prefix(prefix + "/")]:
-            if key.endswith(".partial"):
+            if key.endswith(PARTIAL):
                 await self._store.delete(key)
 
     def open_array(self, path: str) -> Any:
