@@ -283,6 +283,17 @@ def networks_of(model: QwenImage) -> tuple[torch.nn.Module, torch.nn.Module]:
 # Texts
 
 
+def test_an_embedded_model_reads_a_runs_texts_and_encodes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoded, a hundred thousand would take 400 MB of each engine."""
+    model = TinyText()
+    monkeypatch.setattr(model, "encode", lambda texts: pytest.fail(f"encodes {len(texts)} texts"))
+
+    model.preload([SHORT, "no text in quotes"])
+
+    with pytest.raises(SpotlightError, match="draws up to 8 ASCII characters"):
+        model.preload([SHORT, LONG])
+
+
 def test_texts_are_encoded_as_the_pipeline_encodes_each_of_them_alone(directory: Path, model: QwenImage) -> None:
     pipeline = QwenImagePipeline.from_pretrained(directory)
 
