@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client, Scheduler, Worker
+from distributed import Client, Scheduler, Status, Worker
 
 from cluster.messages import REFUSED
 from cluster.start.run_cluster import RunCluster
 from cluster.version import code_version
 from cluster.worker import plugin as joining
+from cluster.worker.notices import Notice
 from cluster.worker.plugin import SpotlightWorkerPlugin, Terms
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config
+from spotlight.clock import wall_clock
 from spotlight.records import Stopped
 from spotlight.store.creating import create_run
 from spotlight.store.node import hold, shared_root, sweep
@@ -167,3 +169,18 @@ def test_a_task_that_ends_because_its_run_is_stopped_is_no_error_in_a_workers_lo
 
     failed = [line for line in said if line.startswith("Compute Failed")]
     assert ["ValueError" in line for line in failed] == [True, False]
+
+
+def test_a_worker_that_leaves_takes_no_more_tasks_though_its_memory_would_allow_some() -> None:
+    """Dask resumes a paused worker that keeps within its limit of memory, as of a `LocalCluster`."""
+
+    async def leave() -> Status:
+        async with (
+            Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp") as scheduler,
+            Worker(scheduler.address, dashboard=False, memory_limit="1 TB") as worker,
+        ):
+            await joining._finish(worker, Notice(source="file", reason="it appeared", deadline_s=wall_clock() + 30.0))
+            await worker.memory_manager.memory_monitor(worker)
+            return worker.status
+
+    assert asyncio.run(leave()) == Status.paused

@@ -382,6 +382,7 @@ def _signals_as_before() -> Iterator[None]:
 
 async def _finish(worker: Worker, notice: Notice) -> None:
     """Take no new tasks, and let those in flight come to their step boundary, if there is time."""
+    worker.memory_manager.memory_pause_fraction = False  # else Dask resumes it as soon as its memory allows
     worker.status = Status.paused
     while worker.state.executing_count and wall_clock() < notice.deadline_s - CLOSE_MARGIN_S:
         await asyncio.sleep(LEAVE_POLL_S)
