@@ -252,6 +252,26 @@ def test_the_end_of_training_closes_exploration_and_dismisses_what_waits_of_it()
     assert dismissed.tell is None
 
 
+def test_a_worker_beside_the_scheduler_that_comes_anew_is_told_which_exploration_is_closed() -> None:
+    """Else it would run what it is to dismiss, in the driver's process."""
+    cluster = Cluster()
+    cluster.join("r", pool="reserved")
+    cluster.submit("explore-r0", 1, iteration=1, phase="explore-r0")
+    cluster.submit("train", 1, pool="update")
+    cluster.decide()
+    cluster.tell(WorkerLeft(at_s=cluster.now_s, address="head", expected=False))
+    cluster.change(("train", 0), "memory")
+    assert cluster.decide() == []
+
+    (closes,) = cluster.tell(WorkerJoined(at_s=cluster.now_s, address="head", name="head", pool="head"))
+    (dismissed,) = cluster.decide()
+
+    assert isinstance(closes, CloseExploration)
+    assert closes.iteration == 1
+    assert isinstance(dismissed, Dismiss)
+    assert dismissed.tell is None
+
+
 def trained(instructions: Sequence[Instruction]) -> dict[str, str]:
     """Worker of each task that trains."""
     found = [instruction for instruction in instructions if isinstance(instruction, Train)]
