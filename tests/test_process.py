@@ -36,7 +36,7 @@ from spotlight.background import _explain
 from spotlight.device.calls import PrepareCall, RolloutCall
 from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut, take_environment
 from spotlight.device.protocol import ALONE, Device
-from spotlight.device.signals import Stop
+from spotlight.device.signals import Stop, signals
 from spotlight.device.training import PASSES
 from spotlight.records import (
     NO_DEVICE,
@@ -299,6 +299,36 @@ def test_orders_reach_the_work_in_flight(engine: EngineProcess, run: RunDir, slo
         engine.call(str(run.path), RolloutCall(request=replace(slow, iteration=2), place=ALONE), stopped)
 
     assert len(stopped.steps) < slow.steps
+
+
+class StopIsKnown:
+    verb = "wait"
+
+    def on(self, device: object, run_dir: str) -> bool:
+        until_s = time.monotonic() + 5.0
+        while not signals.is_stopping("r") and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return signals.is_stopping("r")
+
+
+def test_an_order_that_comes_while_an_engine_comes_up_anew_reaches_it(tmp_path: Path) -> None:
+    engines: list[EngineProcess] = []
+
+    def started(_: int) -> None:
+        for each in engines:
+            each.tell(Stop(run="r"))
+
+    engine = EngineProcess(own_fork_server(), 0, node=tmp_path / "node", hang_after_s=HANG_AFTER_S, on_start=started)
+    engines.append(engine)
+    call: Any = StopIsKnown()
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        engine.call(str(tmp_path), call, lambda beat: None)
+
+    known = engine.call(str(tmp_path), call, lambda beat: None)
+    engine.close()
+
+    assert known
 
 
 def test_an_engine_that_is_closed_while_it_comes_up_anew_ends(

@@ -120,6 +120,8 @@ class EngineProcess:
     def _start(self) -> None:
         calls, self._calls = self._context.Pipe()
         orders, sender = self._context.Pipe(duplex=False)
+        with self._orders_lock:
+            self._orders = sender  # what is told from now on, it finds when it is up
         outputs = [Connection(os.dup(output), readable=False) for output in (1, 2)]
         arguments = (self._number, self._node, self._run_dir, calls, orders, signals, dict(os.environ), outputs)
         self._renew()
@@ -131,8 +133,6 @@ class EngineProcess:
         self._on_start(self.pid)
         for given in (calls, orders, *outputs):
             given.close()
-        with self._orders_lock:
-            self._orders = sender
 
     def call(self, run_dir: str, call: Call[T], on_beat: Callable[[Beat], None], limit_s: float = inf) -> T:
         """Run a call on the engine, and wait until it ends.
