@@ -115,8 +115,9 @@ class Node:
         """Make the directory again if it was removed, as at a logout. Mapped files stay, others come in anew."""
         with self._making:
             if self.close.alive and not is_held(self.root, self._descriptor):
-                self.close()
+                let_go = self.close
                 self._hold()
+                let_go()
                 self._write_name()
 
     @property
