@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import pickle
@@ -24,7 +25,7 @@ import psutil
 import pytest
 import torch
 
-from cluster.messages import LOST_ENGINE
+from cluster.messages import HOLDS, LOST_ENGINE
 from cluster.worker.device import WorkerDevice
 from cluster.worker.process import own_fork_server, own_fork_server_pid
 from factories import make_request
@@ -55,6 +56,7 @@ from spotlight.rl.algorithms.nft import Nft
 from spotlight.rl.prompts import read_prompts
 from spotlight.store import updates
 from spotlight.store.creating import create_run
+from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
 
 HANG_AFTER_S = 1.0
@@ -481,6 +483,30 @@ def test_scoring_that_takes_too_long_leaves_its_samples_without_a_reward(
     assert scored.rewards == (None,) * len(request.seeds)
     assert "longer than 5 s (reward.limit_s)" in scored.errors[0]
     assert (limits, told) == ([5.0], [LOST_ENGINE])
+
+
+def test_weights_come_from_the_store_where_the_scheduler_does_not_say_who_else_has_them(
+    run: RunDir, slow: Request, tmp_path: Path
+) -> None:
+    """It may be too busy to answer, or paused."""
+    engine: Any = SimpleNamespace(call=lambda *_: "images")
+    told, node = [], Node(tmp_path / "node")
+
+    async def busy(sha256: str) -> list[str]:
+        raise OSError("Timed out during handshake")
+
+    async def drawn() -> Any:
+        loop = SimpleNamespace(
+            asyncio_loop=asyncio.get_running_loop(), add_callback=lambda _, message: told.append(message["op"])
+        )
+        scheduler = SimpleNamespace(spotlight_holders=busy)
+        worker: Any = SimpleNamespace(loop=loop, scheduler=scheduler, batched_send=None)
+        device = WorkerDevice(worker, engine, node, quarantine_after=5)
+        return await asyncio.to_thread(device.images, str(run.path), slow)
+
+    assert asyncio.run(drawn()) == "images"
+    assert told == [HOLDS]
+    assert [part.sha256 for part in slow.weights.parts if node.holds(part.sha256)]
 
 
 def test_a_disk_that_is_full_on_a_workers_machine_is_named_at_the_driver(
