@@ -8,13 +8,14 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed import Client, Scheduler, Status, Worker
 
-from cluster.messages import REFUSED
+from cluster.messages import READY, REFUSED
 from cluster.start.run_cluster import RunCluster
 from cluster.version import code_version
 from cluster.worker import plugin as joining
@@ -169,6 +170,39 @@ def test_a_task_that_ends_because_its_run_is_stopped_is_no_error_in_a_workers_lo
 
     failed = [line for line in said if line.startswith("Compute Failed")]
     assert ["ValueError" in line for line in failed] == [True, False]
+
+
+def test_a_worker_takes_part_though_the_scheduler_did_not_hear_at_once_of_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that many workers join at once may be too busy to answer."""
+    monkeypatch.setattr(joining, "AGAIN_S", 0.01)
+    asked = replace(terms(tmp_path, code_version()), notices={"spot": ()}, grace_s={"spot": 30.0})
+    tries: list[float] = []
+
+    async def opened(_: joining.Member) -> str:
+        return "node"
+
+    async def busy(worker: Worker, **resources: float) -> None:
+        tries.append(resources["engine"])
+        if len(tries) == 1:
+            raise OSError("Timed out during handshake")
+
+    async def join() -> None:
+        ready = asyncio.Event()
+        async with (
+            Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp") as scheduler,
+            Worker(scheduler.address, resources={"spot": 1.0}, dashboard=False, memory_limit=0) as worker,
+        ):
+            scheduler.stream_handlers[READY] = lambda **_: ready.set()
+            await worker.plugin_add(SpotlightWorkerPlugin(asked))
+            await asyncio.wait_for(ready.wait(), 5.0)
+
+    monkeypatch.setattr(joining.Member, "_opened_at_last", opened)
+    monkeypatch.setattr(Worker, "set_resources", busy)
+    asyncio.run(join())
+
+    assert tries == [1, 1]
 
 
 def test_a_worker_that_leaves_takes_no_more_tasks_though_its_memory_would_allow_some() -> None:

@@ -186,7 +186,7 @@ class Member:
             except OtherVersion:
                 return
             if self._pool != "reward":  # tasks that ask for an engine denoise or train
-                await self._worker.set_resources(engine=1)
+                await self._offer_engine()
         host, job = socket.gethostname(), os.environ.get("SLURM_JOB_ID", "")
         self._tell(READY, pool=self._pool, node=node, host=host, job=job)
         if self._pool != "head":
@@ -213,6 +213,15 @@ class Member:
                     raise
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, AGAIN_MAX_S)
+
+    async def _offer_engine(self) -> None:
+        """Tell the scheduler of the engine, however busy it is; if it is gone, this worker closes, and this ends."""
+        while True:
+            try:
+                return await self._worker.set_resources(engine=1)
+            except OSError as error:
+                logger.warning("the scheduler does not answer, and is asked again: %s", error)
+            await asyncio.sleep(AGAIN_S)
 
     def _open(self) -> str:
         """Get all that the work needs, or nothing; returns the node's name."""
