@@ -205,6 +205,35 @@ def test_a_worker_takes_part_though_the_scheduler_did_not_hear_at_once_of_its_en
     assert tries == [1, 1]
 
 
+def test_a_worker_takes_part_in_the_next_run_though_what_one_left_could_not_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "memory"
+    os.close(hold(memory))
+    memory.chmod(0o777)  # as somebody did meanwhile
+
+    async def opened(member: joining.Member) -> str:
+        member._opened.callback(sweep, memory)
+        return "node"
+
+    async def join() -> list[str]:
+        ready: asyncio.Queue[str] = asyncio.Queue()
+        async with (
+            Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp") as scheduler,
+            Worker(scheduler.address, resources={"reward": 1.0}, dashboard=False, memory_limit=0) as worker,
+        ):
+            scheduler.stream_handlers[READY] = lambda session, **_: ready.put_nowait(session)
+            for session in ("a", "b"):
+                asked = replace(terms(tmp_path, code_version()), session=session)
+                await worker.plugin_add(SpotlightWorkerPlugin(asked))
+                assert await asyncio.wait_for(ready.get(), 5.0) == session
+            return list(worker.plugins)
+
+    monkeypatch.setattr(joining.Member, "_opened_at_last", opened)
+
+    assert joining.member_name("b") in asyncio.run(join())
+
+
 def test_a_worker_that_leaves_takes_no_more_tasks_though_its_memory_would_allow_some() -> None:
     """Dask resumes a paused worker that keeps within its limit of memory, as of a `LocalCluster`."""
 

@@ -313,9 +313,11 @@ class Member:
         if self._engine and self._pool != "reward" and self._worker.status == Status.running:
             with contextlib.suppress(Exception):  # nobody to tell
                 await asyncio.wait_for(self._worker.set_resources(engine=0), TELL_S)
-        await asyncio.to_thread(self._opened.close)
-        if self._has_turn:
-            self._turn.release()
+        try:
+            await asyncio.to_thread(self._opened.close)
+        finally:
+            if self._has_turn:
+                self._turn.release()
 
     async def _leave_on_notice(self) -> None:
         assert self._pool
