@@ -579,6 +579,23 @@ def test_a_worker_at_an_address_that_another_had_is_another_worker() -> None:
     assert cluster.dispatch.state.snapshot().preemptions == 2
 
 
+def test_a_worker_that_began_a_task_before_it_was_ready_is_busy_with_it_and_was_from_its_beginning() -> None:
+    """Dask knows of a worker's engine a moment before the worker says that it is ready."""
+    cluster = Cluster()
+    cluster.submit("score", 1, pool="engine")
+    cluster.submit("rollout", 1)
+    cluster.now_s = 5.0
+    cluster.change(("score", 0), "processing", worker="tcp://a")
+
+    cluster.join("a")
+
+    assert [each.phase for each in cluster.dispatch.state.doing()] == ["score"]
+    assert launched(cluster.decide()) == {}
+    cluster.lose("a", ("score", 0))
+    (span,) = cluster.dispatch.drain().spans
+    assert (span.outcome, span.start_s, span.stop_s) == ("lost", 5.0, 6.0)
+
+
 def test_a_worker_that_takes_part_anew_is_counted_and_billed_once() -> None:
     """A run is handed out again if a worker was lost at it; the others hear it a second time."""
     cluster = Cluster()
