@@ -641,6 +641,17 @@ def test_after_a_stop_nothing_is_launched() -> None:
     assert cluster.decide() == []
 
 
+@pytest.mark.parametrize("pool", ["spot", "head"])
+def test_a_worker_that_is_ready_only_after_a_stop_is_told_of_it(pool: Any) -> None:
+    """Dask may have given it a task already."""
+    cluster = Cluster()
+    cluster.tell(StopAsked(at_s=0.0))
+
+    told = cluster.tell(WorkerJoined(at_s=1.0, address="tcp://late", name="late", pool=pool, node="n"))
+
+    assert [type(each) for each in told] == [StopWork]
+
+
 def test_what_happens_to_tasks_of_others_is_passed_over() -> None:
     cluster = Cluster()
 

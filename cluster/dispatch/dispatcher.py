@@ -349,11 +349,11 @@ class Dispatcher:
         """A worker may join again without having left: the plugin is handed to all again if one was lost meanwhile."""
         was_there = self.state.roster.leave(event.address, expected=True) is not None
         self.state.roster.join(event)
-        if event.pool == "head":
-            return self._closed_before(event)
-        if not was_there:
+        if event.pool != "head" and not was_there:
             self.state.journal.joined(event.at_s, event.address, event.name, event.pool)
-        return []
+        if self.state.stopping:
+            return [StopWork(cause=f"{event.name} is ready, and the run is to stop")]
+        return self._closed_before(event) if event.pool == "head" else []
 
     def _closed_before(self, event: WorkerJoined) -> list[Instruction]:
         """A worker beside the scheduler that comes anew must know what is closed: it is to dismiss that."""
