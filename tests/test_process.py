@@ -34,6 +34,7 @@ from graphs.tasks.context import prepare
 from runs import settings_file
 from spotlight import config
 from spotlight.background import _explain
+from spotlight.device import process as device_process
 from spotlight.device.calls import PrepareCall, RolloutCall
 from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut, take_environment
 from spotlight.device.protocol import ALONE, Device
@@ -301,6 +302,24 @@ def test_orders_reach_the_work_in_flight(engine: EngineProcess, run: RunDir, slo
         engine.call(str(run.path), RolloutCall(request=replace(slow, iteration=2), place=ALONE), stopped)
 
     assert len(stopped.steps) < slow.steps
+
+
+def test_an_engine_that_the_system_cannot_end_holds_nobody_up(
+    engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that hangs in its device's driver."""
+    monkeypatch.setattr(device_process, "ENDS_S", 0.1)
+    stuck, asks = engine._process, cast("Any", EnvironmentCall())
+    with monkeypatch.context() as patch:
+        patch.setattr(stuck, "kill", lambda: None)
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(EngineLost, match="no sign of life"):
+            engine.call(str(tmp_path), asks, lambda beat: None)
+
+    assert engine.call(str(tmp_path), asks, lambda beat: None)
+    assert stuck.is_alive()
+    stuck.kill()
+    stuck.join()
 
 
 class StopIsKnown:

@@ -31,6 +31,8 @@ from spotlight.store.device_locks import is_stopped
 from spotlight.store.node import Node
 
 POLL_S = 0.5
+ENDS_S = 30.0
+"""How long to wait until a killed process is gone: one that hangs in a driver of the system may never be."""
 _PR_SET_PDEATHSIG = 1
 """From Linux's <sys/prctl.h>."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -195,7 +197,7 @@ class EngineProcess:
             self._orders.send(order)
 
     def _restart(self) -> int | None:
-        """Make sure that the process is gone and start another, unless closed; returns how it ended."""
+        """Make sure that the process is gone, if it can be, and start another, unless closed; returns how it ended."""
         with self._process_lock:
             self._end()
             code = self._process.exitcode
@@ -212,7 +214,7 @@ class EngineProcess:
 
     def _end(self) -> None:
         self._process.kill()  # works on a stopped process too
-        self._process.join()
+        self._process.join(ENDS_S)
         self._calls.close()
         with self._orders_lock:
             self._orders.close()
