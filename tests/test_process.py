@@ -304,6 +304,27 @@ def test_orders_reach_the_work_in_flight(engine: EngineProcess, run: RunDir, slo
     assert len(stopped.steps) < slow.steps
 
 
+class LargeCall:
+    """Its answer is larger than what the system holds between two processes."""
+
+    verb = "large"
+
+    def on(self, device: Any, run_dir: str) -> bytes:
+        device._on_beat(Beat(step=1, steps=1))
+        return bytes(8 << 20)
+
+
+def test_an_engine_that_is_frozen_in_the_middle_of_its_answer_is_ended_after_the_limit(
+    engine: EngineProcess, tmp_path: Path
+) -> None:
+    def freeze(_: Beat) -> None:
+        assert engine._calls.poll(60.0)
+        os.kill(engine.pid, signal.SIGSTOP)
+
+    with pytest.raises(EngineLost, match="no sign of life for 1 s"):
+        engine.call(str(tmp_path), cast("Any", LargeCall()), freeze)
+
+
 def test_an_engine_that_the_system_cannot_end_holds_nobody_up(
     engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,7 +174,7 @@ class EngineProcess:
             paused_s = max(0.0, now_s - looked_s - POLL_S)  # this process, and perhaps the engine
             heard_s, began_s = heard_s + paused_s, began_s + paused_s
             looked_s = now_s
-            message: tuple[str, Any] = self._calls.recv() if heard else ("", None)
+            message: tuple[str, Any] = self._received() if heard else ("", None)
             kind, value = message
             if kind not in ("", "beat"):
                 return kind, value
@@ -190,6 +190,25 @@ class EngineProcess:
             patience, heard_s = value.patience, now_s
             on_beat(value)
             looked_s = time.monotonic()
+
+    def _received(self) -> tuple[str, Any]:
+        """A message that has begun to come.
+
+        Raises:
+            _Hung: the rest of it did not come.
+        """
+        limit = threading.Timer(self._hang_after_s, self._process.kill)
+        limit.daemon = True
+        limit.start()
+        try:
+            message: tuple[str, Any] = self._calls.recv()
+        except (EOFError, OSError):
+            if limit.finished.is_set():
+                raise _Hung(f"{self._hang_after_s:g} s") from None
+            raise
+        finally:
+            limit.cancel()
+        return message
 
     def tell(self, order: Order) -> None:
         """Send an order to the process; if that has just ended, the order is lost."""
