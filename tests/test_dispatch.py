@@ -252,6 +252,26 @@ def test_the_end_of_training_closes_exploration_and_dismisses_what_waits_of_it()
     assert dismissed.tell is None
 
 
+def test_a_worker_beside_the_scheduler_that_comes_anew_is_told_which_exploration_is_closed() -> None:
+    """Else it would run what it is to dismiss, in the driver's process."""
+    cluster = Cluster()
+    cluster.join("r", pool="reserved")
+    cluster.submit("explore-r0", 1, iteration=1, phase="explore-r0")
+    cluster.submit("train", 1, pool="update")
+    cluster.decide()
+    cluster.tell(WorkerLeft(at_s=cluster.now_s, address="head", expected=False))
+    cluster.change(("train", 0), "memory")
+    assert cluster.decide() == []
+
+    (closes,) = cluster.tell(WorkerJoined(at_s=cluster.now_s, address="head", name="head", pool="head"))
+    (dismissed,) = cluster.decide()
+
+    assert isinstance(closes, CloseExploration)
+    assert closes.iteration == 1
+    assert isinstance(dismissed, Dismiss)
+    assert dismissed.tell is None
+
+
 def trained(instructions: Sequence[Instruction]) -> dict[str, str]:
     """Worker of each task that trains."""
     found = [instruction for instruction in instructions if isinstance(instruction, Train)]
@@ -559,6 +579,23 @@ def test_a_worker_at_an_address_that_another_had_is_another_worker() -> None:
     assert cluster.dispatch.state.snapshot().preemptions == 2
 
 
+def test_a_worker_that_began_a_task_before_it_was_ready_is_busy_with_it_and_was_from_its_beginning() -> None:
+    """Dask knows of a worker's engine a moment before the worker says that it is ready."""
+    cluster = Cluster()
+    cluster.submit("score", 1, pool="engine")
+    cluster.submit("rollout", 1)
+    cluster.now_s = 5.0
+    cluster.change(("score", 0), "processing", worker="tcp://a")
+
+    cluster.join("a")
+
+    assert [each.phase for each in cluster.dispatch.state.doing()] == ["score"]
+    assert launched(cluster.decide()) == {}
+    cluster.lose("a", ("score", 0))
+    (span,) = cluster.dispatch.drain().spans
+    assert (span.outcome, span.start_s, span.stop_s) == ("lost", 5.0, 6.0)
+
+
 def test_a_worker_that_takes_part_anew_is_counted_and_billed_once() -> None:
     """A run is handed out again if a worker was lost at it; the others hear it a second time."""
     cluster = Cluster()
@@ -602,6 +639,17 @@ def test_after_a_stop_nothing_is_launched() -> None:
 
     assert isinstance(stop, StopWork)
     assert cluster.decide() == []
+
+
+@pytest.mark.parametrize("pool", ["spot", "head"])
+def test_a_worker_that_is_ready_only_after_a_stop_is_told_of_it(pool: Any) -> None:
+    """Dask may have given it a task already."""
+    cluster = Cluster()
+    cluster.tell(StopAsked(at_s=0.0))
+
+    told = cluster.tell(WorkerJoined(at_s=1.0, address="tcp://late", name="late", pool=pool, node="n"))
+
+    assert [type(each) for each in told] == [StopWork]
 
 
 def test_what_happens_to_tasks_of_others_is_passed_over() -> None:

@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import psutil
 import pytest
 
 from cluster.worker import fork_server as fork_server
+from cluster.worker import process
 from runs import ROOT, wait_for
 from spotlight.records import SpotlightError
 
@@ -125,6 +128,21 @@ def test_a_parent_that_was_stopped_goes_on(start: Start) -> None:
     wait_for(lambda: parent.status() == psutil.STATUS_STOPPED)
 
     assert worker.engine()[0].parent() == parent
+
+
+def test_a_parent_that_ends_while_it_is_looked_at_is_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error would end whoever looks after it: a worker's keeper, or the driver."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / "pid").write_text(str(ended.pid))
+    monkeypatch.setattr(fork_server, "_joined", [SimpleNamespace(root=tmp_path, is_there=True)])
+    monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", ended.pid)
+    monkeypatch.setattr(process, "is_stopped", lambda pid: pid == ended.pid)
+
+    assert not fork_server.continue_fork_server()
+    assert not process.continue_own_fork_server()
 
 
 def test_a_turn_that_never_comes_ends_with_who_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,19 +8,22 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client, Scheduler, Worker
+from distributed import Client, Scheduler, Status, Worker
 
-from cluster.messages import REFUSED
+from cluster.messages import READY, REFUSED
 from cluster.start.run_cluster import RunCluster
 from cluster.version import code_version
 from cluster.worker import plugin as joining
+from cluster.worker.notices import Notice
 from cluster.worker.plugin import SpotlightWorkerPlugin, Terms
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config
+from spotlight.clock import wall_clock
 from spotlight.records import Stopped
 from spotlight.store.creating import create_run
 from spotlight.store.node import hold, shared_root, sweep
@@ -167,3 +170,80 @@ def test_a_task_that_ends_because_its_run_is_stopped_is_no_error_in_a_workers_lo
 
     failed = [line for line in said if line.startswith("Compute Failed")]
     assert ["ValueError" in line for line in failed] == [True, False]
+
+
+def test_a_worker_takes_part_though_the_scheduler_did_not_hear_at_once_of_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that many workers join at once may be too busy to answer."""
+    monkeypatch.setattr(joining, "AGAIN_S", 0.01)
+    asked = replace(terms(tmp_path, code_version()), notices={"spot": ()}, grace_s={"spot": 30.0})
+    tries: list[float] = []
+
+    async def opened(_: joining.Member) -> str:
+        return "node"
+
+    async def busy(worker: Worker, **resources: float) -> None:
+        tries.append(resources["engine"])
+        if len(tries) == 1:
+            raise OSError("Timed out during handshake")
+
+    async def join() -> None:
+        ready = asyncio.Event()
+        async with (
+            Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp") as scheduler,
+            Worker(scheduler.address, resources={"spot": 1.0}, dashboard=False, memory_limit=0) as worker,
+        ):
+            scheduler.stream_handlers[READY] = lambda **_: ready.set()
+            await worker.plugin_add(SpotlightWorkerPlugin(asked))
+            await asyncio.wait_for(ready.wait(), 5.0)
+
+    monkeypatch.setattr(joining.Member, "_opened_at_last", opened)
+    monkeypatch.setattr(Worker, "set_resources", busy)
+    asyncio.run(join())
+
+    assert tries == [1, 1]
+
+
+def test_a_worker_takes_part_in_the_next_run_though_what_one_left_could_not_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "memory"
+    os.close(hold(memory))
+    memory.chmod(0o777)  # as somebody did meanwhile
+
+    async def opened(member: joining.Member) -> str:
+        member._opened.callback(sweep, memory)
+        return "node"
+
+    async def join() -> list[str]:
+        ready: asyncio.Queue[str] = asyncio.Queue()
+        async with (
+            Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp") as scheduler,
+            Worker(scheduler.address, resources={"reward": 1.0}, dashboard=False, memory_limit=0) as worker,
+        ):
+            scheduler.stream_handlers[READY] = lambda session, **_: ready.put_nowait(session)
+            for session in ("a", "b"):
+                asked = replace(terms(tmp_path, code_version()), session=session)
+                await worker.plugin_add(SpotlightWorkerPlugin(asked))
+                assert await asyncio.wait_for(ready.get(), 5.0) == session
+            return list(worker.plugins)
+
+    monkeypatch.setattr(joining.Member, "_opened_at_last", opened)
+
+    assert joining.member_name("b") in asyncio.run(join())
+
+
+def test_a_worker_that_leaves_takes_no_more_tasks_though_its_memory_would_allow_some() -> None:
+    """Dask resumes a paused worker that keeps within its limit of memory, as of a `LocalCluster`."""
+
+    async def leave() -> Status:
+        async with (
+            Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp") as scheduler,
+            Worker(scheduler.address, dashboard=False, memory_limit="1 TB") as worker,
+        ):
+            await joining._finish(worker, Notice(source="file", reason="it appeared", deadline_s=wall_clock() + 30.0))
+            await worker.memory_manager.memory_monitor(worker)
+            return worker.status
+
+    assert asyncio.run(leave()) == Status.paused

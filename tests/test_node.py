@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 
@@ -511,6 +513,40 @@ def test_a_swept_root_is_made_anew(tmp_path: Path) -> None:
     path = Node(tmp_path / "node").bring(NAME, len(CONTENT), [sends(CONTENT)])
 
     assert path.read_bytes() == CONTENT
+
+
+def test_a_root_that_was_made_anew_can_be_removed_when_its_user_ends(tmp_path: Path) -> None:
+    """A worker says at its start what is to be closed at its end."""
+    node, at_the_end = Node(tmp_path / "node"), ExitStack()
+    at_the_end.callback(sweep, node.root)
+    at_the_end.callback(node.close)
+    shutil.rmtree(node.root)
+    node.keep()
+
+    at_the_end.close()
+
+    assert not node.root.exists()
+
+
+def test_a_root_that_could_not_be_made_anew_at_once_is_made_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path / "node")
+    shutil.rmtree(node.root)
+
+    def full(root: Path) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node_module, "hold", full)
+        with pytest.raises(OSError, match="No space left"):
+            node.keep()
+    node.keep()
+
+    assert node.root.exists()
+    assert not sweep(node.root)
+    node.close()
+    assert sweep(node.root)
 
 
 def test_another_users_root_is_refused(tmp_path: Path) -> None:

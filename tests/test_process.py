@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import pickle
@@ -24,7 +25,7 @@ import psutil
 import pytest
 import torch
 
-from cluster.messages import LOST_ENGINE
+from cluster.messages import HOLDS, LOST_ENGINE
 from cluster.worker.device import WorkerDevice
 from cluster.worker.process import own_fork_server, own_fork_server_pid
 from factories import make_request
@@ -33,10 +34,11 @@ from graphs.tasks.context import prepare
 from runs import settings_file
 from spotlight import config
 from spotlight.background import _explain
+from spotlight.device import process as device_process
 from spotlight.device.calls import PrepareCall, RolloutCall
 from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut, take_environment
 from spotlight.device.protocol import ALONE, Device
-from spotlight.device.signals import Stop
+from spotlight.device.signals import Stop, signals
 from spotlight.device.training import PASSES
 from spotlight.records import (
     NO_DEVICE,
@@ -55,6 +57,7 @@ from spotlight.rl.algorithms.nft import Nft
 from spotlight.rl.prompts import read_prompts
 from spotlight.store import updates
 from spotlight.store.creating import create_run
+from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
 
 HANG_AFTER_S = 1.0
@@ -301,6 +304,75 @@ def test_orders_reach_the_work_in_flight(engine: EngineProcess, run: RunDir, slo
     assert len(stopped.steps) < slow.steps
 
 
+class LargeCall:
+    """Its answer is larger than what the system holds between two processes."""
+
+    verb = "large"
+
+    def on(self, device: Any, run_dir: str) -> bytes:
+        device._on_beat(Beat(step=1, steps=1))
+        return bytes(8 << 20)
+
+
+def test_an_engine_that_is_frozen_in_the_middle_of_its_answer_is_ended_after_the_limit(
+    engine: EngineProcess, tmp_path: Path
+) -> None:
+    def freeze(_: Beat) -> None:
+        assert engine._calls.poll(60.0)
+        os.kill(engine.pid, signal.SIGSTOP)
+
+    with pytest.raises(EngineLost, match="no sign of life for 1 s"):
+        engine.call(str(tmp_path), cast("Any", LargeCall()), freeze)
+
+
+def test_an_engine_that_the_system_cannot_end_holds_nobody_up(
+    engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that hangs in its device's driver."""
+    monkeypatch.setattr(device_process, "ENDS_S", 0.1)
+    stuck, asks = engine._process, cast("Any", EnvironmentCall())
+    with monkeypatch.context() as patch:
+        patch.setattr(stuck, "kill", lambda: None)
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(EngineLost, match="no sign of life"):
+            engine.call(str(tmp_path), asks, lambda beat: None)
+
+    assert engine.call(str(tmp_path), asks, lambda beat: None)
+    assert stuck.is_alive()
+    stuck.kill()
+    stuck.join()
+
+
+class StopIsKnown:
+    verb = "wait"
+
+    def on(self, device: object, run_dir: str) -> bool:
+        until_s = time.monotonic() + 5.0
+        while not signals.is_stopping("r") and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return signals.is_stopping("r")
+
+
+def test_an_order_that_comes_while_an_engine_comes_up_anew_reaches_it(tmp_path: Path) -> None:
+    engines: list[EngineProcess] = []
+
+    def started(_: int) -> None:
+        for each in engines:
+            each.tell(Stop(run="r"))
+
+    engine = EngineProcess(own_fork_server(), 0, node=tmp_path / "node", hang_after_s=HANG_AFTER_S, on_start=started)
+    engines.append(engine)
+    call: Any = StopIsKnown()
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        engine.call(str(tmp_path), call, lambda beat: None)
+
+    known = engine.call(str(tmp_path), call, lambda beat: None)
+    engine.close()
+
+    assert known
+
+
 def test_an_engine_that_is_closed_while_it_comes_up_anew_ends(
     engine: EngineProcess, run: RunDir, slow: Request
 ) -> None:
@@ -451,6 +523,30 @@ def test_scoring_that_takes_too_long_leaves_its_samples_without_a_reward(
     assert scored.rewards == (None,) * len(request.seeds)
     assert "longer than 5 s (reward.limit_s)" in scored.errors[0]
     assert (limits, told) == ([5.0], [LOST_ENGINE])
+
+
+def test_weights_come_from_the_store_where_the_scheduler_does_not_say_who_else_has_them(
+    run: RunDir, slow: Request, tmp_path: Path
+) -> None:
+    """It may be too busy to answer, or paused."""
+    engine: Any = SimpleNamespace(call=lambda *_: "images")
+    told, node = [], Node(tmp_path / "node")
+
+    async def busy(sha256: str) -> list[str]:
+        raise OSError("Timed out during handshake")
+
+    async def drawn() -> Any:
+        loop = SimpleNamespace(
+            asyncio_loop=asyncio.get_running_loop(), add_callback=lambda _, message: told.append(message["op"])
+        )
+        scheduler = SimpleNamespace(spotlight_holders=busy)
+        worker: Any = SimpleNamespace(loop=loop, scheduler=scheduler, batched_send=None)
+        device = WorkerDevice(worker, engine, node, quarantine_after=5)
+        return await asyncio.to_thread(device.images, str(run.path), slow)
+
+    assert asyncio.run(drawn()) == "images"
+    assert told == [HOLDS]
+    assert [part.sha256 for part in slow.weights.parts if node.holds(part.sha256)]
 
 
 def test_a_disk_that_is_full_on_a_workers_machine_is_named_at_the_driver(

@@ -245,6 +245,21 @@ def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Pa
     assert "Invalid time unit" in said
 
 
+def test_a_place_keeps_nothing_of_notices_whose_time_is_over(tmp_path: Path) -> None:
+    """A place of a long run gives hundreds."""
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": {}, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0, grace_s=0.0)
+
+    async def live() -> int:
+        place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock([]))
+        for _ in range(20):
+            place._warn()
+            await asyncio.wait(place._tasks)
+        return len(place._tasks)
+
+    assert asyncio.run(live()) == 1
+
+
 def test_a_worker_that_its_trace_takes_away_while_it_starts_does_not_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -351,7 +351,16 @@ class Dispatcher:
         self.state.roster.join(event)
         if event.pool != "head" and not was_there:
             self.state.journal.joined(event.at_s, event.address, event.name, event.pool)
-        return []
+        if self.state.stopping:
+            return [StopWork(cause=f"{event.name} is ready, and the run is to stop")]
+        return self._closed_before(event) if event.pool == "head" else []
+
+    def _closed_before(self, event: WorkerJoined) -> list[Instruction]:
+        """A worker beside the scheduler that comes anew must know what is closed: it is to dismiss that."""
+        iteration = self.state.trained + 1
+        if not self.state.is_closed(iteration):
+            return []
+        return [CloseExploration(iteration=iteration, cause=f"{event.name} comes anew")]
 
     def _available(self, event: WorkerAvailable) -> list[Instruction]:
         self.state.roster.note_available(event.address, available=event.available)

@@ -50,6 +50,8 @@ class Roster:
         """Addresses of workers that were ended because they were silent."""
         self.alive: Counter[PoolNode] = Counter()
         """Workers of a pool on a node, but for those that only score."""
+        self._early: dict[str, dict[Key, float]] = {}
+        """{address of a worker that has not joined yet: {task that Dask gave it: when it began}}"""
         self._gone: dict[Key, float] = {}
         """{task whose worker is gone: when it began}, until Dask changes the task's state."""
         self._holders: dict[str, dict[str, str]] = {}
@@ -66,6 +68,7 @@ class Roster:
             name=event.name,
             pool=event.pool,
             idle=Idle(worker=event.name, pool="spot" if event.pool == "spot" else "reserved", node=event.node),
+            tasks=self._early.pop(event.address, {}),
         )
         self.workers[event.address] = worker
         self.hung.discard(event.address)
@@ -132,6 +135,8 @@ class Roster:
         if worker:
             worker.tasks[key] = at_s
             self._note_busy(worker)
+        else:
+            self._early.setdefault(address, {})[key] = at_s
 
     def has(self, key: Key, address: str) -> bool:
         """Whether a worker has a task, or is reserved for it."""
@@ -141,9 +146,16 @@ class Roster:
         """Take a task from a worker; returns when the task began."""
         worker = self.workers.get(address)
         if worker is None:
-            return self._gone.pop(key, 0.0)
+            return self._unassign_absent(key, address)
         started_s = worker.tasks.pop(key, 0.0)
         self.note_idle(worker)
+        return started_s
+
+    def _unassign_absent(self, key: Key, address: str) -> float:
+        early = self._early.get(address, {})
+        started_s = early.pop(key) if key in early else self._gone.pop(key, 0.0)
+        if not early:
+            self._early.pop(address, None)
         return started_s
 
     # Weights

@@ -164,11 +164,17 @@ class WorkerDevice:
         sha256 = weights.part_ref(run_dir, ref, part).sha256
         if self._node.holds(sha256):
             return
-        asked = self._worker.scheduler.spotlight_holders(sha256=sha256)
-        holders = asyncio.run_coroutine_threadsafe(_answer(asked), self._worker.loop.asyncio_loop).result()  # type: ignore[attr-defined]
         with contextlib.suppress(NotOnNode):  # the engine will read the store itself
-            weights.bring(run_dir, ref, self._node, part, peers.sources(self._worker, holders))
+            weights.bring(run_dir, ref, self._node, part, peers.sources(self._worker, self._holders(sha256)))
             self._tell(HOLDS, sha256=sha256)
+
+    def _holders(self, sha256: str) -> list[str]:
+        """Workers that have the file; none where the scheduler, busy or paused, does not answer: the store has it."""
+        asked = self._worker.scheduler.spotlight_holders(sha256=sha256)
+        try:
+            return asyncio.run_coroutine_threadsafe(_answer(asked), self._worker.loop.asyncio_loop).result()  # type: ignore[attr-defined]
+        except OSError:
+            return []
 
     def _count_lost_engine(self, verb: str, gang: Placement | None, reason: str) -> None:
         """Report a lost engine process; the scheduler counts those of requests, this worker those of other calls."""

@@ -26,9 +26,9 @@ from typing import IO, Any
 
 import spotlight
 from cluster.start import janitor
-from cluster.worker.process import FOR_OTHERS, fork_context, has_own_fork_server, own_fork_server
+from cluster.worker.process import FOR_OTHERS, continued, fork_context, has_own_fork_server, own_fork_server
 from spotlight.records import SpotlightError
-from spotlight.store.device_locks import began, is_stopped
+from spotlight.store.device_locks import began
 from spotlight.store.leftovers import SOCKET_BYTES
 from spotlight.store.node import hold, shared_root, sweep
 
@@ -105,10 +105,7 @@ def continue_fork_server() -> bool:
         pid = int((_joined[-1].root / "pid").read_text()) if _joined and _joined[-1].is_there else 0
     except (OSError, ValueError):
         pid = 0
-    if not pid or not is_stopped(pid):
-        return False
-    os.kill(pid, signal.SIGCONT)
-    return True
+    return bool(pid) and continued(pid)
 
 
 def end_with_this_process(pid: int) -> None:

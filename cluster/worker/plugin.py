@@ -186,7 +186,7 @@ class Member:
             except OtherVersion:
                 return
             if self._pool != "reward":  # tasks that ask for an engine denoise or train
-                await self._worker.set_resources(engine=1)
+                await self._offer_engine()
         host, job = socket.gethostname(), os.environ.get("SLURM_JOB_ID", "")
         self._tell(READY, pool=self._pool, node=node, host=host, job=job)
         if self._pool != "head":
@@ -213,6 +213,15 @@ class Member:
                     raise
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, AGAIN_MAX_S)
+
+    async def _offer_engine(self) -> None:
+        """Tell the scheduler of the engine, however busy it is; if it is gone, this worker closes, and this ends."""
+        while True:
+            try:
+                return await self._worker.set_resources(engine=1)
+            except OSError as error:
+                logger.warning("the scheduler does not answer, and is asked again: %s", error)
+            await asyncio.sleep(AGAIN_S)
 
     def _open(self) -> str:
         """Get all that the work needs, or nothing; returns the node's name."""
@@ -304,9 +313,11 @@ class Member:
         if self._engine and self._pool != "reward" and self._worker.status == Status.running:
             with contextlib.suppress(Exception):  # nobody to tell
                 await asyncio.wait_for(self._worker.set_resources(engine=0), TELL_S)
-        await asyncio.to_thread(self._opened.close)
-        if self._has_turn:
-            self._turn.release()
+        try:
+            await asyncio.to_thread(self._opened.close)
+        finally:
+            if self._has_turn:
+                self._turn.release()
 
     async def _leave_on_notice(self) -> None:
         assert self._pool
@@ -382,6 +393,7 @@ def _signals_as_before() -> Iterator[None]:
 
 async def _finish(worker: Worker, notice: Notice) -> None:
     """Take no new tasks, and let those in flight come to their step boundary, if there is time."""
+    worker.memory_manager.memory_pause_fraction = False  # else Dask resumes it as soon as its memory allows
     worker.status = Status.paused
     while worker.state.executing_count and wall_clock() < notice.deadline_s - CLOSE_MARGIN_S:
         await asyncio.sleep(LEAVE_POLL_S)

@@ -151,9 +151,17 @@ def end_own_fork_server_at_its_imports() -> None:
 def continue_own_fork_server() -> bool:
     """Continue the fork server if it was stopped (SIGSTOP); returns whether it was."""
     pid = own_fork_server_pid()
-    if not pid or not is_stopped(pid):
+    return bool(pid) and continued(pid)
+
+
+def continued(pid: int) -> bool:
+    """Continue a process if it was stopped; returns whether it was."""
+    if not is_stopped(pid):
         return False
-    os.kill(pid, signal.SIGCONT)
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:  # it ended this moment
+        return False
     return True
 
 

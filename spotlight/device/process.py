@@ -31,6 +31,8 @@ from spotlight.store.device_locks import is_stopped
 from spotlight.store.node import Node
 
 POLL_S = 0.5
+ENDS_S = 30.0
+"""How long to wait until a killed process is gone: one that hangs in a driver of the system may never be."""
 _PR_SET_PDEATHSIG = 1
 """From Linux's <sys/prctl.h>."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -120,6 +122,8 @@ class EngineProcess:
     def _start(self) -> None:
         calls, self._calls = self._context.Pipe()
         orders, sender = self._context.Pipe(duplex=False)
+        with self._orders_lock:
+            self._orders = sender  # what is told from now on, it finds when it is up
         outputs = [Connection(os.dup(output), readable=False) for output in (1, 2)]
         arguments = (self._number, self._node, self._run_dir, calls, orders, signals, dict(os.environ), outputs)
         self._renew()
@@ -131,8 +135,6 @@ class EngineProcess:
         self._on_start(self.pid)
         for given in (calls, orders, *outputs):
             given.close()
-        with self._orders_lock:
-            self._orders = sender
 
     def call(self, run_dir: str, call: Call[T], on_beat: Callable[[Beat], None], limit_s: float = inf) -> T:
         """Run a call on the engine, and wait until it ends.
@@ -172,7 +174,7 @@ class EngineProcess:
             paused_s = max(0.0, now_s - looked_s - POLL_S)  # this process, and perhaps the engine
             heard_s, began_s = heard_s + paused_s, began_s + paused_s
             looked_s = now_s
-            message: tuple[str, Any] = self._calls.recv() if heard else ("", None)
+            message: tuple[str, Any] = self._received() if heard else ("", None)
             kind, value = message
             if kind not in ("", "beat"):
                 return kind, value
@@ -189,13 +191,32 @@ class EngineProcess:
             on_beat(value)
             looked_s = time.monotonic()
 
+    def _received(self) -> tuple[str, Any]:
+        """A message that has begun to come.
+
+        Raises:
+            _Hung: the rest of it did not come.
+        """
+        limit = threading.Timer(self._hang_after_s, self._process.kill)
+        limit.daemon = True
+        limit.start()
+        try:
+            message: tuple[str, Any] = self._calls.recv()
+        except (EOFError, OSError):
+            if limit.finished.is_set():
+                raise _Hung(f"{self._hang_after_s:g} s") from None
+            raise
+        finally:
+            limit.cancel()
+        return message
+
     def tell(self, order: Order) -> None:
         """Send an order to the process; if that has just ended, the order is lost."""
         with self._orders_lock, contextlib.suppress(OSError):
             self._orders.send(order)
 
     def _restart(self) -> int | None:
-        """Make sure that the process is gone and start another, unless closed; returns how it ended."""
+        """Make sure that the process is gone, if it can be, and start another, unless closed; returns how it ended."""
         with self._process_lock:
             self._end()
             code = self._process.exitcode
@@ -212,7 +233,7 @@ class EngineProcess:
 
     def _end(self) -> None:
         self._process.kill()  # works on a stopped process too
-        self._process.join()
+        self._process.join(ENDS_S)
         self._calls.close()
         with self._orders_lock:
             self._orders.close()

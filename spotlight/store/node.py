@@ -108,15 +108,19 @@ class Node:
 
     def _hold(self) -> None:
         self._descriptor = hold(self.root)
-        self.close = weakref.finalize(self, os.close, self._descriptor)
+        self._let_go = weakref.finalize(self, os.close, self._descriptor)
+
+    def close(self) -> None:
         """Stop using the node: once no process uses it, its directory can be removed."""
+        self._let_go()
 
     def keep(self) -> None:
         """Make the directory again if it was removed, as at a logout. Mapped files stay, others come in anew."""
         with self._making:
-            if self.close.alive and not is_held(self.root, self._descriptor):
-                self.close()
+            if self._let_go.alive and not is_held(self.root, self._descriptor):
+                let_go = self._let_go
                 self._hold()
+                let_go()
                 self._write_name()
 
     @property
