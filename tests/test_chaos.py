@@ -123,3 +123,25 @@ class Chaos:
         """Addresses of the spot workers, by name; none of a run that is ending."""
         workers = self._run.client.scheduler_info(n_workers=-1).get("workers", {})
         return {worker["name"]: address for address, worker in workers.items() if worker["name"].startswith("spot")}
+
+
+def test_a_worker_whose_engine_always_dies_costs_time_and_changes_no_bit(tmp_path: Path) -> None:
+    """As one with a broken GPU: what it cannot do, others do, and nothing is set aside for it."""
+    overrides = ["run.iterations=3", "strategy.widths=[1]", 'strategy.train_pools=["reserved","spot"]', "train.parts=4"]
+    run = Run(settings_file(tmp_path, validated=1), overrides).start()
+    client, killed = client_of(run), set[int]()
+    while run.alive and run.directory.count(HISTORY) < 2:  # the client of a run that ends answers nobody
+        workers = client.scheduler_info(n_workers=-1).get("workers", {})
+        sick = [address for address, worker in workers.items() if worker["name"] == "spot-0"]
+        with suppress(OSError, AttributeError, ValueError, TypeError):  # it is not there yet, or ends anyway
+            (pid,) = client.run(engine_pid, workers=sick, on_error="return").values()
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+    run.wait()
+
+    quiet = Run(settings_file(tmp_path, validated=1), overrides).start()
+    quiet.wait()
+
+    assert len(killed) > 1
+    assert outcome(run.directory.path) == outcome(quiet.directory.path)
+    assert run.directory.all_quarantined() == []

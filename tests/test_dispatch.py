@@ -15,6 +15,7 @@ from cluster.dispatch.events import (
     CloseExploration,
     Dismiss,
     Dismissals,
+    EngineGone,
     Event,
     Evict,
     GangBeat,
@@ -45,7 +46,7 @@ from cluster.dispatch.events import (
 )
 from cluster.dispatch.request_state import SCORING
 from cluster.dispatch.rules import Rules
-from cluster.dispatch.state import ENOUGH_LOSSES
+from cluster.dispatch.state import ENGINES_MIN, ENOUGH_LOSSES
 from spotlight.records import Surplus
 
 
@@ -221,6 +222,110 @@ def test_a_request_that_keeps_losing_its_workers_is_quarantined() -> None:
     assert isinstance(dismissed, Dismiss)
     assert dismissed.tell == 2
     assert "preempted 2 times" in dismissed.cause
+
+
+def engine_lost(cluster: Cluster, name: str, *keys: Key) -> list[Instruction]:
+    """A worker lives, but the engine that did these tasks is gone: they are to be done again."""
+    gang = f"{keys[0][0]}/{keys[0][1]}"
+    instructions = cluster.tell(EngineGone(at_s=cluster.now_s, worker=name, gang=gang, reason="killed"))
+    for key in keys:
+        instructions += cluster.change(key, "released") + cluster.change(key, "gated")
+    return instructions
+
+
+def test_a_worker_whose_engine_always_fails_has_no_request_set_aside_that_others_can_run() -> None:
+    cluster = Cluster(quarantine_after=5)
+    cluster.join("sick", "well")
+    cluster.submit("rollout", 4)
+    ran: list[str] = []
+    for second in range(120):
+        for key in [key for key, task in cluster.dispatch.state.tasks.items() if task.state == "processing"]:
+            worker = cluster.dispatch.state.tasks[key].worker
+            if worker == "tcp://sick":
+                engine_lost(cluster, "sick", key)
+            elif second % 10 == 0:
+                cluster.change(key, "memory")
+                ran.append(worker)
+        assert not any(isinstance(each, Dismiss) for each in cluster.decide())
+
+    assert ran == 4 * ["tcp://well"]
+
+
+def test_a_worker_that_lost_engines_in_a_row_rests_ever_longer_until_it_gets_something_done() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1)
+    rests = []
+    for minute in range(4):
+        cluster.now_s = 60.0 * minute
+        cluster.decide()
+        orders = engine_lost(cluster, "a", ("rollout", 0))
+        rests.append([order.at_s - cluster.now_s for order in orders if isinstance(order, Wake)])
+    assert rests == [[], [0.5], [1.0], [2.0]]
+    assert launched(cluster.decide()) == {}, "it rests"
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"]}
+
+    cluster.tell(GangBeat(at_s=cluster.now_s, gang="rollout/0", epoch=5, step=1, steps=9, resumed=False))
+
+    assert not any(isinstance(order, Wake) for order in engine_lost(cluster, "a", ("rollout", 0)))
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"]}
+
+
+def test_a_request_at_which_the_only_worker_loses_its_engine_is_set_aside() -> None:
+    cluster = Cluster(quarantine_after=2)
+    cluster.join("a")
+    cluster.submit("rollout", 1)
+    for _ in range(2):
+        assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"]}
+        engine_lost(cluster, "a", ("rollout", 0))
+
+    (dismissed,) = cluster.decide()
+
+    assert isinstance(dismissed, Dismiss)
+    assert dismissed.tell == 2
+
+
+def test_a_request_at_which_every_worker_loses_its_engine_is_set_aside() -> None:
+    cluster = Cluster(quarantine_after=2)
+    cluster.join("a", "b")
+    cluster.submit("rollout", 1)
+    tried: list[str] = []
+    for _ in range(20):
+        instructions = cluster.decide()
+        for address in launched(instructions).get("rollout/0", []):
+            tried.append(address)
+            engine_lost(cluster, address.removeprefix("tcp://"), ("rollout", 0))
+
+    assert set(tried) == {"tcp://a", "tcp://b"}
+    assert cluster.dispatch.state.requests["rollout/0"].quarantined
+
+
+def test_a_gradient_that_one_worker_cannot_do_is_done_by_another() -> None:
+    cluster = Cluster(quarantine_after=1)
+    cluster.join("sick", "well", pool="reserved")
+    cluster.submit("train", 1, pool="gradient-reserved")
+    assert trained(cluster.decide()) == {"train/0": "tcp://sick"}
+
+    engine_lost(cluster, "sick", ("train", 0))
+
+    assert trained(cluster.decide()) == {"train/0": "tcp://well"}
+    assert cluster.dispatch.state.outlasted == ""
+
+
+def test_a_gradient_at_which_every_worker_loses_its_engine_ends_the_run_with_the_reason() -> None:
+    cluster = Cluster(quarantine_after=2)
+    cluster.join("a", "b", pool="reserved")
+    cluster.submit("train", 1, pool="gradient-reserved")
+    tried: list[str] = []
+    while not cluster.dispatch.state.outlasted:
+        for address in trained(cluster.decide()).values():
+            tried.append(address)
+            engine_lost(cluster, address.removeprefix("tcp://"), ("train", 0))
+
+    assert tried == ENGINES_MIN * ["tcp://a", "tcp://b"]
+    assert cluster.dispatch.state.outlasted.startswith(
+        "train 0: each worker that may do it lost its engine process 5 times in a row, the last one so: killed; if mem"
+    )
 
 
 def test_a_new_step_is_no_reason_for_quarantine() -> None:

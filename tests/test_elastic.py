@@ -17,7 +17,6 @@ import pytest
 from elastic import STEPS, Live, latents, undisturbed
 from runs import WAIT_S, wait_for
 from spotlight.records import Quarantined, Request
-from spotlight.store.rows import QUARANTINED
 
 LONG = 300
 """Steps of a request that still runs when lost workers have been replaced."""
@@ -244,6 +243,6 @@ def test_a_request_that_keeps_killing_engines_is_set_aside(live: Live, request_o
 
     assert isinstance(aside, Quarantined)
     assert aside.preemptions >= live.config.cluster.quarantine_after
-    (row,) = live.run.rows(QUARANTINED)
-    assert row["request"]["prompt"]["text"] == request_of_four.prompt.text
-    assert row["request"]["seeds"] == list(request_of_four.seeds)
+    (recorded,) = live.run.all_quarantined()
+    assert recorded.request.prompt.text == request_of_four.prompt.text
+    assert recorded.request.seeds == request_of_four.seeds

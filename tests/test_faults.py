@@ -129,6 +129,17 @@ def test_the_shell_replays_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
 # The loop itself, on a modelled device
 
 
+def test_a_worker_whose_engine_always_fails_has_nothing_set_aside_and_ends_no_run() -> None:
+    schedules = [
+        replace(schedule, faults=(), triggered=(), rules=replace(schedule.rules, quarantine_after=5))
+        for seed in range(300)
+        if (schedule := draw(seed)).sick
+    ]
+
+    assert len(schedules) > 20
+    assert [verdict(schedule).violations for schedule in schedules] == [()] * len(schedules)
+
+
 AHEAD = (
     "strategy.exploration=off",
     "rollout.prompts_ahead=1",

@@ -24,6 +24,7 @@ from typing import Any, cast
 import psutil
 import pytest
 import torch
+from distributed import Reschedule
 
 from cluster.messages import HOLDS, LOST_ENGINE
 from cluster.worker.device import WorkerDevice
@@ -523,6 +524,32 @@ def test_scoring_that_takes_too_long_leaves_its_samples_without_a_reward(
     assert scored.rewards == (None,) * len(request.seeds)
     assert "longer than 5 s (reward.limit_s)" in scored.errors[0]
     assert (limits, told) == ([5.0], [LOST_ENGINE])
+
+
+def test_engines_lost_in_training_are_judged_by_the_scheduler_and_others_by_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It alone knows whether another worker fares better."""
+    monkeypatch.setattr(WorkerDevice, "_bring", lambda *_: None)
+    told = list[str]()
+
+    def sick(*_: object) -> None:
+        raise EngineLost("signal 9")
+
+    loop = SimpleNamespace(add_callback=lambda _, message: told.append(message["op"]))
+    worker: Any = SimpleNamespace(name="w", batched_send=None, loop=loop)
+    engine, node = SimpleNamespace(call=sick), None
+    device = WorkerDevice(worker, cast("Any", engine), cast("Any", node), quarantine_after=2)
+    weights: Any = None
+
+    for _ in range(5):
+        with pytest.raises(Reschedule):
+            device.update("", weights, (), (), 0)
+    assert told == 5 * [LOST_ENGINE]
+    with pytest.raises(Reschedule):
+        device.images("", make_request())
+    with pytest.raises(SpotlightError, match="'images' lost its engine process 2 times in a row on worker w: signal 9"):
+        device.images("", make_request())
 
 
 def test_weights_come_from_the_store_where_the_scheduler_does_not_say_who_else_has_them(

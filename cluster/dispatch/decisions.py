@@ -35,6 +35,7 @@ class Decisions:
         """All that is to be done now."""
         state = self._state
         state.decided_s = at_s
+        state.roster.rise(at_s)
         for request in list(state.index.over.values()):
             yield from self._dismiss(request, at_s)
         yield from self._score()
@@ -147,14 +148,18 @@ class Decisions:
     def _train(self, phase: PhaseDecision) -> Iterator[Instruction]:
         """Begin updates that are ready, then gradients and their sums, as many as there are free workers.
 
-        An update goes to the worker that took the one before, if it is free; gradients go to that worker last.
+        An update goes to the worker that took the one before, if it is free; gradients go to that worker last, but for
+        those that lost their engines.
         """
         state = self._state
         if not (state.ready and state.roster.idle):
             return
         free = sorted(
             state.roster.idle.values(),
-            key=lambda idle: (idle.pool, idle.worker == state.optimizer_worker, idle.worker),
+            key=lambda idle: (
+                *(idle.pool, state.roster.by_name[idle.worker].engines_lost),
+                *(idle.worker == state.optimizer_worker, idle.worker),
+            ),
         )
         for task in sorted(state.unbegun(state.ready), key=_training_order):
             pools = set(phase.trainers).intersection(state.training_pools(task))

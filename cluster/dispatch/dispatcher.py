@@ -307,6 +307,8 @@ class Dispatcher:
                 self.state.lose(task)
         elif event.work:
             outcome = "failed" if event.state == "erred" else "dropped" if event.work.dropped else "done"
+            if outcome == "done":
+                self.state.roster.note_working(address)
             # A worker's clock may have been set meanwhile: the work was done after it was handed out, and before now.
             start_s = min(max(event.work.start_s, started_s), event.at_s)
             stop_s = min(max(event.work.stop_s, start_s), event.at_s)
@@ -393,9 +395,17 @@ class Dispatcher:
         return [Evict(address=event.address, name=worker.name, cause=cause)]
 
     def _engine_gone(self, event: EngineGone) -> list[Instruction]:
-        request = self.state.requests.get(event.gang)
+        request, worker = self.state.requests.get(event.gang), self.state.roster.by_name.get(event.worker)
         self.state.journal.event(event.at_s, "engine lost", request=request, worker=event.worker, reason=event.reason)
-        return []
+        tasks = [self.state.tasks[key] for key in worker.tasks if key in self.state.tasks] if worker else []
+        if worker is None or not any(task.is_gated for task in tasks):
+            return []
+        until_s = self.state.roster.lose_engine(worker, event.at_s)
+        for task in tasks:
+            if task.key in self.state.training:
+                self.state.lose_engine(task, event.reason)
+        cause = f"{worker.name} lost its engine {worker.engines_lost} times in a row"
+        return [Wake(at_s=until_s, cause=cause)] if until_s > event.at_s else []
 
     # Gangs
 
@@ -418,8 +428,9 @@ class Dispatcher:
         self.state.journal.event(at_s, "leaves" if agreed else "broken", request=request, lost=member if gone else "")
         if not agreed:
             request.lose()
-            if not request.ran and request.fruitless >= self.state.rules.quarantine_after:
-                request.quarantined = True  # for good, even if a new step is reported late
+            enough = self.state.rules.quarantine_after
+            if not request.ran and request.fruitless >= enough:  # for good, even if a new step is reported late
+                request.quarantined = request.is_to_blame(enough, self.state.able(request, at_s))
         why = f"{member} is gone" if gone else f"{member} handed its shard back"
         for address in request.members.values():  # after a leave that was agreed on they have ended already
             yield CallOff(gang=request.name, epoch=request.epoch, address=address, cause=why)
@@ -436,6 +447,8 @@ class Dispatcher:
             return []
         first = request.step == request.resumed_at
         request.advance(event.step, event.at_s)
+        for address in request.members.values():
+            self.state.roster.note_working(address)
         if first:
             self.state.journal.gang_event(event.at_s, "stepped", request)
         return []

@@ -25,6 +25,8 @@ SCORING = "reward"
 """Pool annotation of tasks that score on workers of their own, which are a pool of this name: each by itself, too."""
 ALONE = {*TRAINING, SCORING}
 """Pool annotations of gated tasks that are of no gang."""
+BY_ONE_WORKER = 3
+"""How many times as many losses it takes if they were on few of the workers that may run a request."""
 Filed = Literal["", "fresh", "broken", "over"]
 """The dispatcher's list that a request is in: "fresh" ones wait for their first gang, "broken" ones for another gang,
 "over" ones have shards behind the gate that have nothing to do; "" is in no list."""
@@ -80,6 +82,8 @@ class RequestState:
     preemptions: int = 0
     fruitless: int = 0
     """Losses in a row without a new step."""
+    lost_at: set[str] = field(default_factory=set)
+    """Addresses of all members of the gangs of these losses."""
     quarantined: bool = False
     """It is not run any more."""
     ran: bool = False
@@ -178,6 +182,7 @@ class RequestState:
         self.step, self.stepped_s = step, now_s
         if step > self.best:
             self.best, self.fruitless = step, 0
+            self.lost_at.clear()
         else:
             self.repeated_s = now_s
 
@@ -191,6 +196,16 @@ class RequestState:
         """Its gang broke."""
         self.preemptions += 1
         self.fruitless += 1
+        self.lost_at.update(self.names)
+
+    def is_to_blame(self, enough: int, able: int) -> bool:
+        """Whether so many losses are the request's own fault, and not that of a worker whose engine always fails.
+
+        Args:
+            enough: losses that are enough, if they were on as many workers, or on all.
+            able: workers that may run it.
+        """
+        return len(self.lost_at) >= min(enough, able) or self.fruitless >= BY_ONE_WORKER * enough
 
     def waiting(self, pools: tuple[Pool, ...], held: tuple[str, ...]) -> Waiting:
         """The request as `placement.plan` sees it while it waits for a gang.

@@ -14,6 +14,9 @@ from spotlight.plan.placement import Idle, PoolNode
 
 FILES_MAX = 256
 """Most files of weights whose holders are remembered; the store has older ones."""
+REST_S, REST_MAX_S = 0.5, 60.0
+"""How long a worker gets no work that has lost its engine twice in a row; with each further one twice as long, up to
+the second."""
 HOLDERS_MAX = 3
 """Most holders named to a node that lacks a file: more than one, should the first be lost in the middle of it."""
 
@@ -30,6 +33,8 @@ class WorkerState:
     available: bool = True
     tasks: dict[Key, float] = field(default_factory=dict)
     """{task at work, or about to be: when it began}"""
+    engines_lost: int = 0
+    """Engine processes that it lost in a row, each in the middle of a task from behind the gate."""
 
 
 class Roster:
@@ -48,6 +53,8 @@ class Roster:
         """Names of workers under notice, until another takes the name."""
         self.hung: set[str] = set()
         """Addresses of workers that were ended because they were silent."""
+        self.resting: dict[str, float] = {}
+        """{address of a worker that gets no work for a while: until when}"""
         self.alive: Counter[PoolNode] = Counter()
         """Workers of a pool on a node, but for those that only score."""
         self._early: dict[str, dict[Key, float]] = {}
@@ -85,6 +92,7 @@ class Roster:
         if worker is None:
             return None
         self._gone.update(worker.tasks)
+        self.resting.pop(address, None)
         self._note_busy(worker)
         for holders in self._holders.values():
             holders.pop(address, None)
@@ -116,10 +124,32 @@ class Roster:
     def note_idle(self, worker: WorkerState) -> None:
         if worker.pool == "head":
             return
-        if worker.available and not worker.tasks and worker.name not in self.leaving:
+        free = worker.available and not worker.tasks and worker.address not in self.resting
+        if free and worker.name not in self.leaving:
             self._idle_like(worker)[worker.address] = worker.idle
         else:
             self._note_busy(worker)
+
+    def lose_engine(self, worker: WorkerState, at_s: float) -> float:
+        """Count an engine that it lost; returns until when it rests, in which others may do what it could not."""
+        worker.engines_lost += 1
+        if worker.engines_lost < 2:
+            return at_s
+        until_s = at_s + min(REST_MAX_S, REST_S * 2 ** (worker.engines_lost - 2))
+        self.resting[worker.address] = until_s
+        self._note_busy(worker)
+        return until_s
+
+    def rise(self, at_s: float) -> None:
+        """End rests that are over."""
+        for address in [address for address, until_s in self.resting.items() if until_s <= at_s]:
+            del self.resting[address]
+            self.note_idle(self.workers[address])
+
+    def note_working(self, address: str) -> None:
+        """A worker's engine got something done."""
+        if address in self.workers:
+            self.workers[address].engines_lost = 0
 
     def _note_busy(self, worker: WorkerState) -> None:
         self._idle_like(worker).pop(worker.address, None)

@@ -24,6 +24,8 @@ from spotlight.records import Pool, record
 ENOUGH_LOSSES = 10
 """Times ``Rules.quarantine_after``, after which a task is given up and the run with it: each loss may have been a
 preemption, but a task that is done every second time is lost 50 times in a row once in 10**15."""
+ENGINES_MIN = 5
+"""Engines in a row that each worker which may do a task of training must have lost, at least, before the run ends."""
 
 
 @record
@@ -45,7 +47,7 @@ class Task:
     state: TaskState = "released"
     worker: str = ""
     losses: int = 0
-    """How many workers left before it was done; of a task that is no request's."""
+    """How many workers, or engines of workers, were lost before it was done; of a task that is no request's."""
     alike: tuple[Key, ...] = ()
     """Keys of the last shards of a request, if this task stands for all of them: the same has happened to each so far.
     `key` is the first of them."""
@@ -57,6 +59,11 @@ class Task:
     @property
     def explores(self) -> bool:
         return self.label.phase.startswith("explore")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether it is a GPU's work that we hand out."""
+        return self.request is not None or self.label.pool in TRAINING
 
 
 class State:
@@ -122,6 +129,12 @@ class State:
             return ("spot", "reserved")
         return request.pools
 
+    def able(self, request: RequestState, at_s: float) -> int:
+        """How many workers may run a request now, idle or not; those under notice do not."""
+        pools = self.pools_of(request, self.phase(at_s))
+        staying = (worker for worker in self.roster.by_name.values() if worker.name not in self.roster.leaving)
+        return sum(worker.pool in pools for worker in staying)
+
     def beside_idle(self) -> Iterator[RequestState]:
         """Gangs that idle workers, for whom nobody waits, might make wider."""
         if not self.rules.widens or self.index.any_waits:
@@ -162,6 +175,18 @@ class State:
                 f"{task.label.phase} {task.label.iteration}: {task.losses} workers were lost at the task "
                 f"{task.key}, so it is probably what ends them: see their memory, and what they logged; what was "
                 "committed is kept"
+            )
+
+    def lose_engine(self, task: Task, reason: str) -> None:
+        """Count an engine that was lost at a task of training; where no worker can do any better, the run ends."""
+        self.lose(task)
+        able = [worker for worker in self.roster.by_name.values() if worker.pool in self.training_pools(task)]
+        lost = min((worker.engines_lost for worker in able), default=0)
+        if lost >= max(ENGINES_MIN, self.rules.quarantine_after):
+            self.outlasted = (
+                f"{task.label.phase} {task.label.iteration}: each worker that may do it lost its engine process {lost} "
+                f"times in a row, the last one so: {reason}; if memory is short, make train.micro_batch smaller, then "
+                "`spotlight resume` the run"
             )
 
     def unbegun(self, tasks: Mapping[Key, Task]) -> list[Task]:

@@ -24,6 +24,7 @@ from cluster.dispatch.events import (
     Launch,
     TaskChanged,
     TasksChanged,
+    Train,
     WorkerJoined,
     WorkerNoticed,
 )
@@ -101,6 +102,8 @@ class Schedule:
     triggered: tuple[TriggeredFault, ...]
     scorers: int = 0
     """Workers that only score."""
+    sick: str = ""
+    """Name of a worker that loses its engine whenever it is given a GPU's work."""
 
 
 def draw(seed: int) -> Schedule:
@@ -139,6 +142,7 @@ def draw(seed: int) -> Schedule:
         example = replace(example, ahead=Random(f"{seed} ahead").choice([0, 0, 1, 3]))
     if always_fails is None and train_width <= largest:  # else a gradient, too, might be lost too often
         example = replace(example, train_width=train_width)
+    can_do_without = always_fails is None and spot > 1 and widths[0] == example.train_width == 1
     return Schedule(
         seed=seed,
         example=example,
@@ -164,6 +168,7 @@ def draw(seed: int) -> Schedule:
         faults=_faults(chance),
         triggered=tuple(_triggered(chance) for _ in range(chance.choice([0, 0, 1, 2, 4]))),
         scorers=scorers,
+        sick="spot-0" if can_do_without and Random(f"{seed} sick").random() < 0.3 else "",
     )
 
 
@@ -257,7 +262,7 @@ class _Trial:
 
     def _may_quarantine(self, gang: str, preemptions: int) -> bool:
         least = self._schedule.rules.quarantine_after
-        return preemptions >= least and self._launches[gang] >= least
+        return preemptions >= least and self._launches[gang] >= least and not self._schedule.sick
 
     def _results(self) -> dict[Key, Any]:
         for _ in range(len(self._schedule.faults) + len(self._schedule.triggered) + 2):
@@ -330,6 +335,8 @@ class _Trial:
         for instruction in instructions:
             if isinstance(instruction, Launch):
                 self._launched(instruction)
+            elif isinstance(instruction, Train):
+                self._try_engines(instruction.address)
 
     # Faults
 
@@ -340,6 +347,14 @@ class _Trial:
         self.clock.after(0.0, self._begins, launch.gang, address)
         if launch.gang == f"rollout/{self._schedule.always_fails}":
             self.clock.after(CURSE_S, self._inject, "engine", address)
+        self._try_engines(*(member.address for member in launch.members))
+
+    def _try_engines(self, *addresses: str) -> None:
+        """Have the sick worker, if it is one of these, lose its engine."""
+        for address in addresses:
+            worker = self._cluster.workers.get(address)
+            if worker and worker.name == self._schedule.sick:
+                self.clock.after(CURSE_S, self._inject, "engine", address)
 
     def _begins(self, gang: str, address: str) -> None:
         """Schedule the fault for the step of this gang that is to end with one."""

@@ -49,6 +49,8 @@ from spotlight.store.disks import full_here, is_full
 from spotlight.store.node import Node, NotOnNode
 from spotlight.store.rundir import RunDir
 
+HANDED_OUT = (GradientCall.verb, UpdateCall.verb)
+"""What the dispatcher hands out, and no gang does: it knows whether other workers fare better."""
 BACK_OFF_S = 0.01
 """Pause before a task is sent back: it comes again at once, and the scheduler needs a moment to see why."""
 
@@ -177,16 +179,16 @@ class WorkerDevice:
             return []
 
     def _count_lost_engine(self, verb: str, gang: Placement | None, reason: str) -> None:
-        """Report a lost engine process; the scheduler counts those of requests, this worker those of other calls."""
+        """Report a lost engine process; the dispatcher counts those of what it hands out, this worker the others."""
         self._tell(LOST_ENGINE, worker=self._worker.name, gang=gang.gang if gang else "", reason=reason)
-        if gang is None:
+        if gang is None and verb not in HANDED_OUT:
             self._lost_in_row += 1
             if self._lost_in_row >= self._quarantine_after:
                 scorer = "look at what the scorer does to its process; " if verb == "score" else ""
                 raise SpotlightError(
                     f"{verb!r} lost its engine process {self._lost_in_row} times in a row on worker "
-                    f"{self._worker.name}: {reason}; {scorer}if memory is short, make train.micro_batch or the "
-                    "requests smaller, then `spotlight resume` the run"
+                    f"{self._worker.name}: {reason}; {scorer}if memory is short, make the requests smaller, then "
+                    "`spotlight resume` the run"
                 )
         time.sleep(BACK_OFF_S)
 

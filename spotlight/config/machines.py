@@ -246,7 +246,8 @@ class ClusterSection(Section):
     takes so long, or whose pass of training (``train.micro_batch`` rows) takes five times as long. A worker is given
     three of Dask's heartbeats at least: 2 s up to 10 workers, 7 s from 50 on, 19 s at 1,000."""
     quarantine_after: int = Field(5, ge=1, le=1000)
-    """A request that loses its workers so many times in a row without a new step is set aside and replaced. A part of
+    """A request that loses its workers, or their engines, so many times in a row without a new step is set aside and
+    replaced: if these were as many workers, or all that may run it; else after three times as many losses. A part of
     training that outlasts so many workers is given to a reserved one; if those have no GPU, to another spot one."""
     tls: bool = True
     """All of Dask's connections are encrypted, and both ends prove by a certificate made for the run that they belong
