@@ -317,7 +317,7 @@ def summary_table(run: RunDir) -> Table:
     gain = summary.score_after - summary.score_before
     table.add_row("validation score", f"{summary.score_before:.3f} -> {summary.score_after:.3f}  ({gain:+.3f})")
     table.add_row("iterations", str(summary.iterations))
-    if run.config().strategy.exploration != "off" and (count := sum(row.is_unscored for row in run.history())):
+    if count := run.unscored():
         share = f"{count} of {summary.iterations} iterations"
         table.add_row("explored for nothing", f"{share}: no seed was scored before training ended")
     first = "" if summary.first_image_s is None else f" (first image after {_number(summary.first_image_s)} s)"

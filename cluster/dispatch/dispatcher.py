@@ -430,7 +430,7 @@ class Dispatcher:
             request.lose()
             enough = self.state.rules.quarantine_after
             if not request.ran and request.fruitless >= enough:  # for good, even if a new step is reported late
-                request.quarantined = request.is_to_blame(enough, self.state.able(request, at_s))
+                request.quarantined |= request.is_to_blame(enough, self.state.able(request, at_s))
         why = f"{member} is gone" if gone else f"{member} handed its shard back"
         for address in request.members.values():  # after a leave that was agreed on they have ended already
             yield CallOff(gang=request.name, epoch=request.epoch, address=address, cause=why)

@@ -101,6 +101,8 @@ class Facts:
     """How a simulated run learns, "modelled" or "real"; empty for a live one."""
     strategy: str
     """The strategy that a simulated run was compared as; empty for a live one."""
+    unscored: int
+    """Iterations for which seeds were explored, and none was scored."""
 
     def is_crowded(self) -> bool:
         """Whether a timeline of every worker over the whole run would be too full to read."""
@@ -238,11 +240,6 @@ class Facts:
         values = pd.to_numeric(self.history[name], errors="coerce").replace([inf, -inf], nan).dropna()
         return values if len(values) else None
 
-    def unscored(self) -> int:
-        """Number of iterations for which seeds were explored, and none was scored."""
-        scored = self.curve("seeds_scored")
-        return 0 if scored is None or self.settings.strategy.exploration == "off" else int((scored == 0).sum())
-
     def images(self, line: ValidationRow) -> tuple[NDArray[np.uint8], list[str]] | None:
         """Images (B, height, width, 3) and prompts of one validation; None where the file cannot be read.
 
@@ -360,4 +357,5 @@ def read(run_dir: str | Path) -> Facts:
         quarantined=run.all_quarantined(),
         simulated=run.simulated,
         strategy=run.strategy,
+        unscored=run.unscored(),
     )

@@ -80,6 +80,7 @@ FILES = {
     "config.toml": "the settings, every default written out",
     "prompts": "the prompts that the run began with",
     "prompts.json": "their hashes",
+    "model.json": "tells the model's weights from others",
     "history.jsonl": "metrics of every iteration",
     "validation.jsonl": "validation scores; their images are in images/",
     "spans.jsonl": "what every worker did, and when",
@@ -167,8 +168,8 @@ def _timeline(facts: Facts, plot: str) -> str:
     lanes = LANES_NOTES["ahead" if settings.rollout.prompts_ahead else settings.strategy.exploration]
     if settings.exploration.reuse and settings.strategy.exploration != "off":
         lanes += REUSE_NOTE
-    if unscored := facts.unscored():
-        lanes += UNSCORED_NOTE.format(unscored=unscored, all=len(facts.history))
+    if facts.unscored:
+        lanes += UNSCORED_NOTE.format(unscored=facts.unscored, all=len(facts.history))
     lanes += "".join(f"Dotted: the run had no worker for {_duration(lasted_s)}. " for _, lasted_s in facts.breaks)
     if not facts.is_crowded():
         note = TIMELINE_NOTE if facts.zoom() == facts.whole else OVERVIEW_NOTE

@@ -89,11 +89,6 @@ class HistoryRow:
     explored_next: bool | None = None
     """Whether seeds of the next iteration were explored beside it; None in rows of older versions."""
 
-    @property
-    def is_unscored(self) -> bool:
-        """Whether no seed was scored for it: what was explored, if anything, was for nothing."""
-        return self.metrics.get("seeds_scored") == 0
-
 
 @record
 class ValidationRow:

@@ -381,6 +381,12 @@ class RunDir:
     def history(self) -> list[HistoryRow]:
         return self.records(HISTORY, HistoryRow)
 
+    def unscored(self) -> int:
+        """Number of iterations for which seeds were explored, and none was scored: that was for nothing."""
+        if self.config().strategy.exploration == "off":
+            return 0
+        return sum(row.metrics.get("seeds_scored") == 0 for row in self.history())
+
     def validation(self) -> list[ValidationRow]:
         """In order of versions, whenever they were validated."""
         return sorted(self.records(VALIDATION, ValidationRow), key=lambda row: row.version)
