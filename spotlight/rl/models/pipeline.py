@@ -383,8 +383,8 @@ def shifted(shift: float, steps: int) -> tuple[float, ...]:
 
     Source: SD 3 (arXiv 2403.03206); DanceGRPO's ``sd3_time_shift``.
     """
-    even = (1 - step / steps for step in range(steps + 1))
-    return tuple(shift * t / (1 + (shift - 1) * t) for t in even)
+    below = (1 - step / steps for step in range(1, steps + 1))
+    return (1.0, *(shift * t / (1 + (shift - 1) * t) for t in below))  # below s = 1 the first would be rounded
 
 
 def shift_options(scheduler: Any) -> dict[str, Any]:
