@@ -675,11 +675,9 @@ def test_images_too_large_for_the_device_are_named_with_what_would_make_them_fit
 
 
 def test_a_kernel_without_a_fixed_order_of_its_sums_is_named_with_the_way_out(run: RunDir) -> None:
-    text = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_determ...'. You can"
-    with (
-        pytest.raises(SpotlightError, match=r"^request r7: cumsum_cuda_kernel .*, but you set.*deterministic = false"),
-        Engine(run.path).resident.limits("request r7"),
-    ):
+    text = "put_ does not have a deterministic implementation, but you set 'torch.use_det(True)'. You can turn off"
+    said = r"^request r7: put_ .*, but you set 'torch\.use_det\(True\)'; set model\.deterministic = false"
+    with pytest.raises(SpotlightError, match=said), Engine(run.path).resident.limits("request r7"):
         raise RuntimeError(text)
     with pytest.raises(RuntimeError, match="another"), Engine(run.path).resident.limits("request r7"):
         raise RuntimeError("another error")
