@@ -293,8 +293,9 @@ def test_a_pickled_head_or_checkpoint_is_refused(clip: Path, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
 
-    with pytest.raises(SpotlightError, match=r"no \.safetensors file"):
-        AestheticScorer(str(clip), head=str(tmp_path / "head.pth"))
+    for head in (str(tmp_path / "head.pth"), ""):
+        with pytest.raises(SpotlightError, match=rf"^reward\.options\.head = '{head}': no such \.safetensors file"):
+            AestheticScorer(str(clip), head=head)
     with pytest.raises(SpotlightError, match="its weights are pickled"):
         ClipScorer(str(tmp_path))
 

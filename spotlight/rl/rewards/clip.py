@@ -164,7 +164,8 @@ class AestheticScorer(ClipScorer):
         self._head = Path(head)
         if self._head.suffix != ".safetensors" or not self._head.is_file():
             raise SpotlightError(
-                f"{head}: no .safetensors file; the layers of the aesthetic predictor are read from one"
+                f"reward.options.head = {head!r}: no such .safetensors file, and the layers of the aesthetic predictor "
+                "are read from one: name it"
             )
         _check_head(self._head, require_class(self._path, None).get("projection_dim"))
 
