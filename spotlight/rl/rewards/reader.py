@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spotlight.records import SpotlightError
-from spotlight.rl.rewards.base import Scorer, checkpoint
+from spotlight.rl.rewards.base import Scorer, checkpoint, network
 from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
 
 TOKENS_MAX = 64
@@ -89,15 +89,12 @@ class ReaderScorer(Scorer):
     def _model(self) -> Any:
         from transformers import AutoModelForImageTextToText
 
-        from spotlight.rl.models import device_of_rewards
-
         try:
-            model = AutoModelForImageTextToText.from_pretrained(
-                self._path, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype="auto"
-            )
+            return network(AutoModelForImageTextToText, self._path, trust_remote_code=False, dtype="auto")
+        except SpotlightError:
+            raise
         except (ImportError, ValueError) as error:
             raise SpotlightError(
                 f"{self._path}: is no model that reads images and writes text ({error}); take one that transformers "
                 "has a class for"
             ) from None
-        return model.eval().to(device_of_rewards())
