@@ -35,7 +35,7 @@ from batches import (
 )
 from recorders import Repeats
 from spotlight.config import TrainSection
-from spotlight.records import Sampler, SpotlightError
+from spotlight.records import Interrupted, Sampler, SpotlightError
 from spotlight.rl import gradients
 from spotlight.rl.algorithms import Rows, TrainingBatch, objective
 from spotlight.rl.algorithms.base import Objective
@@ -305,6 +305,27 @@ def test_every_sample_is_in_one_part_of_one_update(
         for part, samples in enumerate(found):
             ready = {prompt for chunk in cut.needs(part) for prompt in cut.chunks[chunk]}
             assert {groups[sample] for sample in samples} <= ready
+
+
+def test_a_part_that_is_called_off_leaves_no_gradients_in_memory() -> None:
+    model, passes = make_model(), iter(range(3))
+
+    def called_off() -> None:
+        if next(passes) == 2:
+            raise Interrupted("the gang broke")
+
+    with pytest.raises(Interrupted):
+        part_gradient(
+            model,
+            TrainSection(micro_batch=4),
+            make_batch(model, sampler="ode"),
+            seed=0,
+            iteration=0,
+            old=None,
+            on_pass=called_off,
+        )
+
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_grpo_clamps_advantages_to_their_limit() -> None:

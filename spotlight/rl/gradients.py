@@ -73,13 +73,15 @@ def part_gradient(
     total, loss_sum = goal.units * goal.slots, 0.0
     divisor = 1 / FLOAT16_SCALE if model.dtype == torch.float16 else total
     _clear_gradients(model)
-    for each in rows:
-        on_pass()
-        loss = goal.loss(each) * (len(each.samples) / divisor)
-        loss.backward()
-        loss_sum += loss.item() * (divisor / total)
-    tensors = {str(at): p.grad.float() * divisor for at, p in enumerate(model.parameters()) if p.grad is not None}
-    _clear_gradients(model)
+    try:
+        for each in rows:
+            on_pass()
+            loss = goal.loss(each) * (len(each.samples) / divisor)
+            loss.backward()
+            loss_sum += loss.item() * (divisor / total)
+        tensors = {str(at): p.grad.float() * divisor for at, p in enumerate(model.parameters()) if p.grad is not None}
+    finally:
+        _clear_gradients(model)
     metrics = {**goal.metrics(), ADVANTAGE_MAX: float(abs(batch.advantages_B).max())}
     return PartGradient(rows=total, loss=loss_sum, metrics=metrics, tensors=tensors)
 
