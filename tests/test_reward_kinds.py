@@ -410,6 +410,21 @@ def test_what_a_vision_language_model_reads_is_its_most_likely_text_and_is_score
     assert strict(pictures()[:2], more) == [0.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"tokens": "64"}, r"tokens = '64': give a whole number, at least 1"),
+        ({"tokens": 0}, r"tokens = 0: give a whole number"),
+        ({"text": 7}, r"text = 7: give a text"),
+    ],
+)
+def test_what_no_image_could_be_read_with_is_found_when_a_reader_is_made(
+    reader: Path, option: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SpotlightError, match=rf"^reward\.options\.{says}"):
+        build(RewardSection(name="vlm-ocr", path=str(reader), options=option))
+
+
 def test_a_reader_without_a_chat_template_wants_the_whole_text(reader: Path, tmp_path: Path) -> None:
     plain = Path(shutil.copytree(reader, tmp_path / "plain"))
     (plain / "chat_template.jinja").unlink()

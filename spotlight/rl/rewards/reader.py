@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.files import shown
 from spotlight.records import SpotlightError
 from spotlight.rl.rewards.base import Scorer, checkpoint, network
 from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
@@ -39,6 +40,11 @@ class ReaderScorer(Scorer):
     ) -> None:
         self._path, self._question, self._text, self._tokens = checkpoint(path), question, text, tokens
         self._graded = graded
+        if type(tokens) is not int or tokens < 1:
+            raise SpotlightError(f"reward.options.tokens = {shown(tokens)}: give a whole number, at least 1")
+        for name, said in (("question", question), ("text", text)):
+            if not isinstance(said, str):
+                raise SpotlightError(f"reward.options.{name} = {shown(said)}: give a text, in quotes")
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         targets = [quoted_target(prompt) for prompt in prompts]
