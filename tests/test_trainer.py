@@ -307,6 +307,33 @@ def test_every_sample_is_in_one_part_of_one_update(
             assert {groups[sample] for sample in samples} <= ready
 
 
+@pytest.mark.parametrize("algorithm", ["nft", "grpo", "grpo-guard", "awm"])
+def test_no_two_passes_follow_each_other_without_a_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """In a later update, those of the policy that the iteration started from come first, for all rows of the part."""
+    model, seen = make_model(), []
+    batch, predict = make_batch(model), model.predict
+
+    def seen_predict(*arguments: Any) -> Tensor:
+        seen.append("pass")
+        return predict(*arguments)
+
+    monkeypatch.setattr(model, "predict", seen_predict)
+    part_gradient(
+        model,
+        TrainSection(algorithm=algorithm, micro_batch=2),
+        batch,
+        seed=0,
+        iteration=0,
+        old=None,
+        current=weights_of(model),
+        on_pass=lambda: seen.append("sign"),
+    )
+
+    assert seen == ["sign", "pass"] * 12
+
+
 def test_a_part_that_is_called_off_leaves_no_gradients_in_memory() -> None:
     model, passes = make_model(), iter(range(3))
 

@@ -8,7 +8,7 @@ a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -88,7 +88,7 @@ class Objective(Protocol):
     units: int
     """Samples, or pairs of them."""
 
-    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
+    def remember(self, rows: Iterable[Rows], *, first: bool) -> None:
         """Keep what the loss needs of the policy that the iteration starts from, which is in the model now.
 
         Args:

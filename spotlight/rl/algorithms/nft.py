@@ -5,7 +5,7 @@ Shapes: B samples, N latent tokens, C channels of a token, R rows of a micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Nft:
         self._kl = Mean()
 
     @torch.no_grad()
-    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
+    def remember(self, rows: Iterable[Rows], *, first: bool) -> None:
         if first or self._old is not None:
             return  # `loss` has its velocities, or computes them with the old policy's weights
         for each in rows:
