@@ -39,6 +39,7 @@ from spotlight.records import Interrupted, Sampler, SpotlightError
 from spotlight.rl import gradients
 from spotlight.rl.algorithms import Rows, TrainingBatch, objective
 from spotlight.rl.algorithms.base import Objective
+from spotlight.rl.algorithms.nft import Nft
 from spotlight.rl.algorithms.noising import noised
 from spotlight.rl.flow import initial_noise, sde_step
 from spotlight.rl.gradients import micro_batches, part_gradient
@@ -401,6 +402,23 @@ def test_every_nft_update_measures_against_the_policy_that_the_iteration_started
         optimizer.step()
     expected = gradient_of(policy)
     assert (gradient_of(model) - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_nft_keeps_the_velocities_of_a_whole_part_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnDevice(Tensor):
+        def cpu(self, *_: Any, **__: Any) -> Tensor:
+            return self.as_subclass(Tensor)
+
+    model = make_model()
+    settings = TrainSection(old_decay="copy", micro_batch=4)
+    goal = Nft(model, settings, make_batch(model, sampler="ode"), seed=0, iteration=0, old=None)
+    rows = micro_batches(goal.units, goal.slots, settings.micro_batch, mixed=True)
+    velocity = goal._velocity
+    monkeypatch.setattr(goal, "_velocity", lambda at, rows: velocity(at, rows).as_subclass(OnDevice))
+
+    goal.remember(rows, first=False)
+
+    assert [type(kept) for kept in goal._v_old.values()] == [Tensor] * len(rows)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -45,7 +45,7 @@ class Nft:
         if first or self._old is not None:
             return  # `loss` has its velocities, or computes them with the old policy's weights
         for each in rows:
-            self._v_old[each] = self._velocity(self._noised(each), each)
+            self._v_old[each] = self._velocity(self._noised(each), each).cpu()  # a device may have no room for all
 
     def loss(self, rows: Rows) -> Tensor:
         settings, batch, at = self._settings, self._batch, self._noised(rows)
@@ -74,7 +74,8 @@ class Nft:
     def _old_velocity(self, at: Noised, rows: Rows) -> Tensor | None:
         """Velocity of the policy that sampled; None where that is the one in training."""
         if self._old is None:
-            return self._v_old.get(rows)
+            v_old_RNC = self._v_old.get(rows)
+            return None if v_old_RNC is None else v_old_RNC.to(at.x_RNC.device)
         with self._model.standing_in(self._old):
             return self._velocity(at, rows)
 
