@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from diffusers.models import modeling_utils
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -269,6 +270,15 @@ def test_the_embedded_model_is_a_view_of_the_nodes_memory(tmp_path: Path, dtype:
         assert copied(model.state().values(), node.root) == 0
         assert model.transformer.dtype == dtype
         assert not model.parameters()
+
+
+def test_the_embedded_model_in_half_precision_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning", said.append)
+
+    assert TinyText.load("", CPU, torch.bfloat16).transformer.dtype == torch.bfloat16
+
+    assert said == []
 
 
 def test_weights_of_another_embedded_model_are_refused(tmp_path: Path) -> None:
