@@ -31,6 +31,7 @@ from batches import (
     make_batch,
     make_model,
     make_trainer,
+    some_of,
     weights_of,
 )
 from recorders import Repeats
@@ -235,7 +236,7 @@ def share_out(
             if old is not None and values is not None:
                 with model.standing_in(values):
                     model.load_trainable(old)
-            chosen = batch.take(cut.positions(iteration, u, part, ADVANTAGES.tolist(), (0, 0, 0, 1, 1, 1)))
+            chosen = some_of(batch, cut.positions(iteration, u, part, ADVANTAGES.tolist(), (0, 0, 0, 1, 1, 1)))
             made[part] = part_gradient(
                 model, settings, chosen, seed=5, iteration=iteration, old=values, current=current if u else None
             )
@@ -754,7 +755,8 @@ def test_samples_without_an_advantage_add_nothing_to_a_gradient(name: str) -> No
     batch.advantages_B[3:] = 0.0
     settings = TrainSection(lora_rank=4, algorithm=name, **EACH[name])
     made = [
-        part_gradient(model, settings, given, seed=5, iteration=0, old=None) for given in (batch, batch.take((0, 1, 2)))
+        part_gradient(model, settings, given, seed=5, iteration=0, old=None)
+        for given in (batch, some_of(batch, (0, 1, 2)))
     ]
 
     for parameter in made[0].tensors:
