@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class OneProcessTrainer(Trainer):
             parts = []
             for part in range(cut.count):
                 self._model.load_trainable(start)
-                chosen = batch.take(cut.positions(iteration, u, part, batch.advantages_B.tolist(), groups))
+                chosen = some_of(batch, cut.positions(iteration, u, part, batch.advantages_B.tolist(), groups))
                 parts.append(self.gradient(chosen, iteration=iteration, current=current if u else None))
             self._model.load_trainable(current)
             tensors = (part.tensors for part in parts)
@@ -130,6 +131,21 @@ def make_batch(model: TinyText, *, sampler: Sampler = "sde", guidance: float = 1
         window_BKNC=torch.stack(window, dim=1) if log_probs else None,
         log_prob_BS=torch.stack(log_probs, dim=1) if log_probs else None,
         **SIZE,
+    )
+
+
+def some_of(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
+    """Some samples of a batch, as one of their own."""
+    at = list(rows)
+    return replace(
+        batch,
+        clean_BNC=batch.clean_BNC[at],
+        advantages_B=batch.advantages_B[at],
+        conditioning=batch.conditioning.rows(at),
+        window_BKNC=None if batch.window_BKNC is None else batch.window_BKNC[at],
+        log_prob_BS=None if batch.log_prob_BS is None else batch.log_prob_BS[at],
+        groups_B=None if batch.groups_B is None else tuple(batch.groups_B[row] for row in at),
+        positions=tuple(batch.position(row) for row in at),
     )
 
 

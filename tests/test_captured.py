@@ -281,7 +281,10 @@ def test_a_pass_neither_waits_for_the_host_nor_reads_from_it(
 @pytest.mark.parametrize(("learns", "setting"), [(False, r"model\.cuda_graphs"), (True, r"train\.cuda_graphs")])
 def test_what_cannot_be_captured_is_named_with_the_way_out(learns: bool, setting: str) -> None:
     def refuses(work: Work) -> CapturedPass:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing. Compile with")
+        raise RuntimeError(
+            "CUDA error: operation not permitted when stream is capturing\n"
+            "Search for `cudaErrorStreamCaptureUnsupported' in https://docs.nvidia.com for more information. Compile"
+        )
 
     run = CapturedPasses(Layer(), refuses)
     with torch.set_grad_enabled(learns):
@@ -289,7 +292,7 @@ def test_what_cannot_be_captured_is_named_with_the_way_out(learns: bool, setting
         if learns:
             output.backward()
 
-        with pytest.raises(SpotlightError, match=rf"cannot be captured .*is capturing\): set {setting} = false"):
+        with pytest.raises(SpotlightError, match=rf"graph \(CUDA error: .* is capturing\): set {setting} = false"):
             run(x=torch.ones(1))
 
 

@@ -190,6 +190,23 @@ def test_instances_are_those_of_the_models_own_processing(checkpoints: tuple[Pat
         assert (mask == known).mean() > 0.999
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_checkpoint_in_half_precision_finds_objects(
+    checkpoints: tuple[Path, Path], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    path, clip = checkpoints
+    half = shutil.copytree(path, tmp_path / "half")
+    Mask2FormerForUniversalSegmentation.from_pretrained(path).to(dtype).save_pretrained(half)
+
+    found, expected = (
+        Mask2FormerDetector(path=str(each), clip=str(clip))._instances(picture())[0] for each in (half, path)
+    )
+
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], abs=0.02)
+    assert (found[2] == expected[2]).mean() > 0.95
+
+
 def test_objects_have_the_boxes_of_their_masks_and_the_colour_that_clip_tells(checkpoints: tuple[Path, Path]) -> None:
     path, clip = checkpoints
     detector = Mask2FormerDetector(path=str(path), clip=str(clip))

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, Self
 from unittest.mock import patch
@@ -38,6 +39,7 @@ from spotlight.device.denoise import Denoiser
 from spotlight.device.engine import Engine, InProcess
 from spotlight.device.modelled import ModelledDevice
 from spotlight.device.pace import Pace
+from spotlight.device.process import Beat
 from spotlight.device.protocol import ALONE, Device
 from spotlight.device.residency import Residency
 from spotlight.device.signals import Clear, CloseExploration, Stop, signals
@@ -139,6 +141,17 @@ def test_images_of_a_request_whose_latents_are_all_lost_are_drawn_again(run: Run
     again = Engine(run.path).images(request_)
 
     np.testing.assert_array_equal(again, images)
+
+
+def test_what_follows_latents_that_were_drawn_again_may_take_any_time(run: RunDir, request_: Request) -> None:
+    """Scoring sends no beats: after those of the steps, a slow scorer would be taken for a hung engine."""
+    Engine(run.path).rollout(request_)
+    beats: list[Beat | None] = []
+    _damage(run, "latents/*/steps/*/c.*")
+
+    Engine(run.path, beats.append).score(request_)
+
+    assert [beat and (beat.step, beat.patience) for beat in beats][-2:] == [(request_.steps, 1.0), (None, inf)]
 
 
 def test_a_rollout_that_is_done_is_not_done_again(run: RunDir, request_: Request) -> None:
@@ -675,11 +688,9 @@ def test_images_too_large_for_the_device_are_named_with_what_would_make_them_fit
 
 
 def test_a_kernel_without_a_fixed_order_of_its_sums_is_named_with_the_way_out(run: RunDir) -> None:
-    text = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_determ...'. You can"
-    with (
-        pytest.raises(SpotlightError, match=r"^request r7: cumsum_cuda_kernel .*, but you set.*deterministic = false"),
-        Engine(run.path).resident.limits("request r7"),
-    ):
+    text = "put_ does not have a deterministic implementation, but you set 'torch.use_det(True)'. You can turn off"
+    said = r"^request r7: put_ .*, but you set 'torch\.use_det\(True\)'; set model\.deterministic = false"
+    with pytest.raises(SpotlightError, match=said), Engine(run.path).resident.limits("request r7"):
         raise RuntimeError(text)
     with pytest.raises(RuntimeError, match="another"), Engine(run.path).resident.limits("request r7"):
         raise RuntimeError("another error")

@@ -29,7 +29,7 @@ from spotlight.records import SpotlightError
 from spotlight.rl import checkpoints
 from spotlight.rl.models import Loading, Model, require_memory
 from spotlight.rl.models.flux import Flux
-from spotlight.rl.models.pipeline import PipelineModel
+from spotlight.rl.models.pipeline import PipelineModel, shifted
 from spotlight.rl.models.qwen_image import QwenImage
 from spotlight.rl.models.sd3 import StableDiffusion3
 from spotlight.rl.trainer import Trainer
@@ -234,6 +234,15 @@ def test_a_shift_of_the_settings_takes_the_place_of_the_checkpoints_schedule(mad
     np.testing.assert_allclose(sigmas[0], 3 * even / (1 + 2 * even), rtol=0, atol=1e-12)
     assert sigmas[0] == sigmas[1] != made.model(name).sigmas(16, HEIGHT_PX, WIDTH_PX)
     assert (sigmas[0][0], sigmas[0][-1]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("shift", [0.1, 0.3, 0.5, 1.0, 3.0, 100.0])
+def test_any_shift_begins_with_pure_noise(shift: float) -> None:
+    """Just beside 1, the first stochastic step would add a noise of millions, or be refused."""
+    sigmas = shifted(shift, 8)
+
+    assert (sigmas[0], sigmas[-1]) == (1.0, 0.0)
+    assert list(sigmas) == sorted(set(sigmas), reverse=True)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

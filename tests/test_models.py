@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from diffusers.models import modeling_utils
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -222,6 +223,27 @@ def test_a_node_without_room_leaves_reading_to_the_checkpoint_and_says_so(
     assert f"{directory / 'transformer'} is read by each worker" in caplog.text
 
 
+def test_a_node_with_room_for_half_precision_alone_takes_no_copy_in_single(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Filling a file system in memory gets a process killed."""
+    half, sizes = shutil.copytree(directory, tmp_path / "half"), []
+    for part in ("transformer", "vae"):
+        file = half / part / "diffusion_pytorch_model.safetensors"
+        weights = {name: value.bfloat16() for name, value in load_file(file).items()}
+        save_file(weights, file, metadata={"format": "pt"})
+        sizes.append(file.stat().st_size)
+    used = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=int(1.5 * max(sizes))))
+    node = Node(tmp_path / "node")
+
+    model = QwenImage.load(str(half), Loading(device=CPU, dtype=torch.float32), node)
+
+    assert model.transformer.dtype == torch.float32
+    assert "is read by each worker: no room for" in caplog.text
+    assert all(file.stat().st_size < 1.5 * max(sizes) for file in node.root.rglob("*.safetensors"))
+
+
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="this machine has no /dev/shm")
 @pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, []), (torch.bfloat16, ["transformer", "vae"])])
 def test_a_checkpoint_that_is_in_memory_is_copied_only_for_another_dtype(
@@ -248,6 +270,15 @@ def test_the_embedded_model_is_a_view_of_the_nodes_memory(tmp_path: Path, dtype:
         assert copied(model.state().values(), node.root) == 0
         assert model.transformer.dtype == dtype
         assert not model.parameters()
+
+
+def test_the_embedded_model_in_half_precision_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning", said.append)
+
+    assert TinyText.load("", CPU, torch.bfloat16).transformer.dtype == torch.bfloat16
+
+    assert said == []
 
 
 def test_weights_of_another_embedded_model_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     CLIPImageProcessorPil,
@@ -293,8 +293,9 @@ def test_a_pickled_head_or_checkpoint_is_refused(clip: Path, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
 
-    with pytest.raises(SpotlightError, match=r"no \.safetensors file"):
-        AestheticScorer(str(clip), head=str(tmp_path / "head.pth"))
+    for head in (str(tmp_path / "head.pth"), ""):
+        with pytest.raises(SpotlightError, match=rf"^reward\.options\.head = '{head}': no such \.safetensors file"):
+            AestheticScorer(str(clip), head=head)
     with pytest.raises(SpotlightError, match="its weights are pickled"):
         ClipScorer(str(tmp_path))
 
@@ -322,6 +323,24 @@ def test_what_no_image_could_be_scored_with_is_found_when_a_clip_reward_is_made(
         ClipScorer(str(damaged))
     with pytest.raises(SpotlightError, match="its first layer takes 768 features, and the CLIP checkpoint .* makes 16"):
         AestheticScorer(str(clip), head=str(tmp_path / "h.safetensors"))
+
+
+@pytest.mark.parametrize("kind", [ClipScorer, PickScorer])
+@pytest.mark.parametrize("shape", [None, (8, 16)])
+def test_a_network_that_would_be_filled_at_random_is_refused(
+    clip: Path, tmp_path: Path, kind: type[ClipScorer], shape: tuple[int, ...] | None
+) -> None:
+    partial = shutil.copytree(clip, tmp_path / "partial")
+    state = load_file(clip / "model.safetensors")
+    lost = {"text_projection.weight": torch.zeros(shape)} if shape else {}
+    rest = {name: value for name, value in state.items() if name != "text_projection.weight"}
+    save_file(rest | lost, partial / "model.safetensors", metadata={"format": "pt"})
+    save_file({"layers.0.weight": torch.ones(1, 16), "layers.0.bias": torch.ones(1)}, tmp_path / "head.safetensors")
+    heads = [AestheticScorer(str(each), head=str(tmp_path / "head.safetensors")) for each in (clip, partial)]
+
+    with pytest.raises(SpotlightError, match=r"partial: 1 weights that CLIPModel needs .*, such as text_projection"):
+        score(kind(str(partial)), pictures(), ["a dog"] * 3, attempts=1)
+    assert heads[0](pictures(), [""] * 3) == heads[1](pictures(), [""] * 3)  # it reads no text
 
 
 # A vision-language model that reads
@@ -391,6 +410,21 @@ def test_what_a_vision_language_model_reads_is_its_most_likely_text_and_is_score
     assert strict(pictures()[:2], more) == [0.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"tokens": "64"}, r"tokens = '64': give a whole number, at least 1"),
+        ({"tokens": 0}, r"tokens = 0: give a whole number"),
+        ({"text": 7}, r"text = 7: give a text"),
+    ],
+)
+def test_what_no_image_could_be_read_with_is_found_when_a_reader_is_made(
+    reader: Path, option: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SpotlightError, match=rf"^reward\.options\.{says}"):
+        build(RewardSection(name="vlm-ocr", path=str(reader), options=option))
+
+
 def test_a_reader_without_a_chat_template_wants_the_whole_text(reader: Path, tmp_path: Path) -> None:
     plain = Path(shutil.copytree(reader, tmp_path / "plain"))
     (plain / "chat_template.jinja").unlink()
@@ -401,9 +435,18 @@ def test_a_reader_without_a_chat_template_wants_the_whole_text(reader: Path, tmp
     assert asked == ReaderScorer(str(reader), question="read", tokens=4).read(pictures()[0])
 
 
-def test_a_checkpoint_that_reads_nothing_is_refused_with_what_it_should_be(clip: Path) -> None:
+def test_a_checkpoint_that_reads_nothing_is_refused_with_what_it_should_be(
+    clip: Path, reader: Path, tmp_path: Path
+) -> None:
+    partial = shutil.copytree(reader, tmp_path / "partial")
+    state = load_file(reader / "model.safetensors")
+    state.pop(next(name for name in state if "linear_1.weight" in name))
+    save_file(state, partial / "model.safetensors", metadata={"format": "pt"})
+
     with pytest.raises(SpotlightError, match="is no model that reads images and writes text"):
         _ = ReaderScorer(str(clip))._model
+    with pytest.raises(SpotlightError, match="partial: 1 weights that LlavaForConditionalGeneration needs are absent"):
+        _ = ReaderScorer(str(partial))._model
 
 
 # Several, and one's own

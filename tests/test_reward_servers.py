@@ -321,6 +321,26 @@ def test_a_chat_is_asked_with_the_image_and_its_number_is_the_reward(monkeypatch
     assert headers["Authorization"] == "Bearer secret"
 
 
+def test_a_key_is_sent_without_the_space_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file that an environment was filled from may end with a line break."""
+    monkeypatch.setenv(KEY, " secret\n")
+    with serving(lambda *_: chat("7")) as server:
+        values, _ = score(ChatScorer(server.url), IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert values == [7.0]
+    assert server.asked[0][2]["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("key", ["sec\nret", "s\u00e9cret"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv(KEY, key)
+
+    with pytest.raises(SpotlightError, match=rf"^{KEY} holds more than .*: set it anew$") as refused:
+        score(ChatScorer("http://127.0.0.1:9"), IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert "cret" not in str(refused.value)
+
+
 def test_a_chat_reads_text_for_the_ocr_reward() -> None:
     with serving(lambda *_: chat("Open  late")) as server:
         values, _ = score(ChatOcrScorer(server.url), IMAGES[:2], ['a "Open Late"', 'a "shut"'], attempts=1)

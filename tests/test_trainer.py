@@ -31,14 +31,16 @@ from batches import (
     make_batch,
     make_model,
     make_trainer,
+    some_of,
     weights_of,
 )
 from recorders import Repeats
 from spotlight.config import TrainSection
-from spotlight.records import Sampler, SpotlightError
+from spotlight.records import Interrupted, Sampler, SpotlightError
 from spotlight.rl import gradients
 from spotlight.rl.algorithms import Rows, TrainingBatch, objective
 from spotlight.rl.algorithms.base import Objective
+from spotlight.rl.algorithms.nft import Nft
 from spotlight.rl.algorithms.noising import noised
 from spotlight.rl.flow import initial_noise, sde_step
 from spotlight.rl.gradients import micro_batches, part_gradient
@@ -234,7 +236,7 @@ def share_out(
             if old is not None and values is not None:
                 with model.standing_in(values):
                     model.load_trainable(old)
-            chosen = batch.take(cut.positions(iteration, u, part, ADVANTAGES.tolist(), (0, 0, 0, 1, 1, 1)))
+            chosen = some_of(batch, cut.positions(iteration, u, part, ADVANTAGES.tolist(), (0, 0, 0, 1, 1, 1)))
             made[part] = part_gradient(
                 model, settings, chosen, seed=5, iteration=iteration, old=values, current=current if u else None
             )
@@ -307,6 +309,54 @@ def test_every_sample_is_in_one_part_of_one_update(
             assert {groups[sample] for sample in samples} <= ready
 
 
+@pytest.mark.parametrize("algorithm", ["nft", "grpo", "grpo-guard", "awm"])
+def test_no_two_passes_follow_each_other_without_a_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """In a later update, those of the policy that the iteration started from come first, for all rows of the part."""
+    model, seen = make_model(), []
+    batch, predict = make_batch(model), model.predict
+
+    def seen_predict(*arguments: Any) -> Tensor:
+        seen.append("pass")
+        return predict(*arguments)
+
+    monkeypatch.setattr(model, "predict", seen_predict)
+    part_gradient(
+        model,
+        TrainSection(algorithm=algorithm, micro_batch=2),
+        batch,
+        seed=0,
+        iteration=0,
+        old=None,
+        current=weights_of(model),
+        on_pass=lambda: seen.append("sign"),
+    )
+
+    assert seen == ["sign", "pass"] * 12
+
+
+def test_a_part_that_is_called_off_leaves_no_gradients_in_memory() -> None:
+    model, passes = make_model(), iter(range(3))
+
+    def called_off() -> None:
+        if next(passes) == 2:
+            raise Interrupted("the gang broke")
+
+    with pytest.raises(Interrupted):
+        part_gradient(
+            model,
+            TrainSection(micro_batch=4),
+            make_batch(model, sampler="ode"),
+            seed=0,
+            iteration=0,
+            old=None,
+            on_pass=called_off,
+        )
+
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_grpo_clamps_advantages_to_their_limit() -> None:
     limit, gradients = 0.5, []
 
@@ -353,6 +403,23 @@ def test_every_nft_update_measures_against_the_policy_that_the_iteration_started
         optimizer.step()
     expected = gradient_of(policy)
     assert (gradient_of(model) - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_nft_keeps_the_velocities_of_a_whole_part_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnDevice(Tensor):
+        def cpu(self, *_: Any, **__: Any) -> Tensor:
+            return self.as_subclass(Tensor)
+
+    model = make_model()
+    settings = TrainSection(old_decay="copy", micro_batch=4)
+    goal = Nft(model, settings, make_batch(model, sampler="ode"), seed=0, iteration=0, old=None)
+    rows = micro_batches(goal.units, goal.slots, settings.micro_batch, mixed=True)
+    velocity = goal._velocity
+    monkeypatch.setattr(goal, "_velocity", lambda at, rows: velocity(at, rows).as_subclass(OnDevice))
+
+    goal.remember(rows, first=False)
+
+    assert [type(kept) for kept in goal._v_old.values()] == [Tensor] * len(rows)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -688,7 +755,8 @@ def test_samples_without_an_advantage_add_nothing_to_a_gradient(name: str) -> No
     batch.advantages_B[3:] = 0.0
     settings = TrainSection(lora_rank=4, algorithm=name, **EACH[name])
     made = [
-        part_gradient(model, settings, given, seed=5, iteration=0, old=None) for given in (batch, batch.take((0, 1, 2)))
+        part_gradient(model, settings, given, seed=5, iteration=0, old=None)
+        for given in (batch, some_of(batch, (0, 1, 2)))
     ]
 
     for parameter in made[0].tensors:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ ELSEWHERE_S, LOOK_S = 120.0, 0.2
 GO_ON, LEAVE, DROP, STOP = range(4)
 """What the ranks of a gang may agree on before a step; the largest wins."""
 
+RESTS = Beat(patience=inf)
+"""Before what sends no beats and may take any time: reads and writes, and scoring."""
 OnBeat = Callable[[Beat | None], None]
 """Is called with a beat after every step, and with None while waiting for others."""
 
@@ -145,6 +148,7 @@ class Denoiser:
             if request.purpose == "explore":  # may be closed by now; a rollout has the same bits
                 request = replace(request, purpose="rollout")
             self.rollout(request)
+            self._on_beat(RESTS)
             return self._store.clean(request)
 
     def window(self, request: Request) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

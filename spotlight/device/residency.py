@@ -157,6 +157,6 @@ class Residency:
             if "deterministic" not in str(error):
                 raise
             raise SpotlightError(
-                f"{what}: {str(error).partition('.')[0]}; set model.deterministic = false, and a run that loses "
+                f"{what}: {str(error).partition('. ')[0]}; set model.deterministic = false, and a run that loses "
                 "workers may have other last bits than one that loses none"
             ) from error

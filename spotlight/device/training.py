@@ -10,14 +10,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
-from math import inf
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from spotlight.config import Config
-from spotlight.device.denoise import Denoiser, OnBeat, ignore_beat, join_gang
+from spotlight.device.denoise import RESTS, Denoiser, OnBeat, ignore_beat, join_gang
 from spotlight.device.pace import Pace
 from spotlight.device.process import Beat
 from spotlight.device.protocol import ALONE
@@ -44,8 +43,6 @@ from spotlight.rl.trainer import Trainer
 from spotlight.store import updates, weights
 from spotlight.store.node import Node
 
-RESTS = Beat(patience=inf)
-"""Before reads and writes, which may take any time."""
 PASSES = Beat(patience=5.0)
 """A pass forward and back, of many rows, takes a multiple of a denoising step."""
 

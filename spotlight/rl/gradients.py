@@ -6,7 +6,7 @@ is computed, on machines that compute alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 
 import torch
@@ -57,7 +57,7 @@ def part_gradient(
         seed: the run's.
         old: of the policy that sampled, in the order of `Model.parameters`; None where that is the one in training.
         current: the weights that the previous update left, named as `Model.trainable`; None in the first.
-        on_pass: is called before each micro-batch, and before the passes of the policy that the iteration starts from.
+        on_pass: is called before each micro-batch, also of the policy that the iteration starts from.
 
     Raises:
         SpotlightError: (Flow-GRPO) the model's policy is not the one that sampled.
@@ -66,20 +66,26 @@ def part_gradient(
     if not goal.units:  # no pair of samples differs
         return PartGradient()
     rows = micro_batches(goal.units, goal.slots, settings.micro_batch, mixed=not settings.is_stepwise)
-    on_pass()
-    goal.remember(rows, first=current is None)
+
+    def beaten() -> Iterator[Rows]:
+        for each in rows:
+            on_pass()
+            yield each
+
+    goal.remember(beaten(), first=current is None)
     if current is not None:
         model.load_trainable(current)
     total, loss_sum = goal.units * goal.slots, 0.0
     divisor = 1 / FLOAT16_SCALE if model.dtype == torch.float16 else total
     _clear_gradients(model)
-    for each in rows:
-        on_pass()
-        loss = goal.loss(each) * (len(each.samples) / divisor)
-        loss.backward()
-        loss_sum += loss.item() * (divisor / total)
-    tensors = {str(at): p.grad.float() * divisor for at, p in enumerate(model.parameters()) if p.grad is not None}
-    _clear_gradients(model)
+    try:
+        for each in beaten():
+            loss = goal.loss(each) * (len(each.samples) / divisor)
+            loss.backward()
+            loss_sum += loss.item() * (divisor / total)
+        tensors = {str(at): p.grad.float() * divisor for at, p in enumerate(model.parameters()) if p.grad is not None}
+    finally:
+        _clear_gradients(model)
     metrics = {**goal.metrics(), ADVANTAGE_MAX: float(abs(batch.advantages_B).max())}
     return PartGradient(rows=total, loss=loss_sum, metrics=metrics, tensors=tensors)
 

@@ -5,7 +5,7 @@ Shapes: B samples, N latent tokens, C channels of a token, S levels, R rows of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class Awm:
         self._kl = Mean()
 
     @torch.no_grad()
-    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
+    def remember(self, rows: Iterable[Rows], *, first: bool) -> None:
         self._is_first = first
         if first:
             return  # the policy that trains is this one, and `loss` has its log-probabilities

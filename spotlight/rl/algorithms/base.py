@@ -8,8 +8,8 @@ a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -50,20 +50,6 @@ class TrainingBatch:
     def position(self, row: int) -> int:
         return self.positions[row] if self.positions else row
 
-    def take(self, rows: Sequence[int]) -> TrainingBatch:
-        """Some of its samples, as a batch of their own."""
-        at = list(rows)
-        return replace(
-            self,
-            clean_BNC=self.clean_BNC[at],
-            advantages_B=self.advantages_B[at],
-            conditioning=self.conditioning.rows(at),
-            window_BKNC=None if self.window_BKNC is None else self.window_BKNC[at],
-            log_prob_BS=None if self.log_prob_BS is None else self.log_prob_BS[at],
-            groups_B=None if self.groups_B is None else tuple(self.groups_B[row] for row in at),
-            positions=tuple(self.position(row) for row in at),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -88,7 +74,7 @@ class Objective(Protocol):
     units: int
     """Samples, or pairs of them."""
 
-    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
+    def remember(self, rows: Iterable[Rows], *, first: bool) -> None:
         """Keep what the loss needs of the policy that the iteration starts from, which is in the model now.
 
         Args:

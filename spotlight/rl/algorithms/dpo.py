@@ -7,7 +7,7 @@ Shapes: B samples, N latent tokens, C channels of a token, R pairs of a micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Dpo:
         self._key = (seed, iteration)
         self._right = Mean()
 
-    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
+    def remember(self, rows: Iterable[Rows], *, first: bool) -> None:
         """Nothing to keep: the loss compares with the reference, which never changes."""
 
     def loss(self, rows: Rows) -> Tensor:

@@ -7,7 +7,7 @@ a micro-batch. Where fewer steps are trained on than are stochastic (``train.ste
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Grpo:
         self._kl = Mean()
 
     @torch.no_grad()
-    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
+    def remember(self, rows: Iterable[Rows], *, first: bool) -> None:
         self._is_first = first
         if first:
             return  # the policy that trains is this one, and `loss` has its log-probabilities and means

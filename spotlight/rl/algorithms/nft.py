@@ -5,7 +5,7 @@ Shapes: B samples, N latent tokens, C channels of a token, R rows of a micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,11 +41,11 @@ class Nft:
         self._kl = Mean()
 
     @torch.no_grad()
-    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
+    def remember(self, rows: Iterable[Rows], *, first: bool) -> None:
         if first or self._old is not None:
             return  # `loss` has its velocities, or computes them with the old policy's weights
         for each in rows:
-            self._v_old[each] = self._velocity(self._noised(each), each)
+            self._v_old[each] = self._velocity(self._noised(each), each).cpu()  # a device may have no room for all
 
     def loss(self, rows: Rows) -> Tensor:
         settings, batch, at = self._settings, self._batch, self._noised(rows)
@@ -74,7 +74,8 @@ class Nft:
     def _old_velocity(self, at: Noised, rows: Rows) -> Tensor | None:
         """Velocity of the policy that sampled; None where that is the one in training."""
         if self._old is None:
-            return self._v_old.get(rows)
+            v_old_RNC = self._v_old.get(rows)
+            return None if v_old_RNC is None else v_old_RNC.to(at.x_RNC.device)
         with self._model.standing_in(self._old):
             return self._velocity(at, rows)
 

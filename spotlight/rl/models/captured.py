@@ -180,9 +180,10 @@ class CapturedPasses:
             for each in (error, error.__context__):  # what ends the capture in vain may hide why
                 if isinstance(each, torch.OutOfMemoryError):
                     raise each from None
+            said = str(error).partition("\n")[0].partition(". ")[0]
             raise SpotlightError(
-                f"a pass of {type(self._transformer).__name__} cannot be captured as a CUDA graph "
-                f"({str(error).partition('.')[0]}): set {setting} = false"
+                f"a pass of {type(self._transformer).__name__} cannot be captured as a CUDA graph ({said}): set "
+                f"{setting} = false"
             ) from error
 
 

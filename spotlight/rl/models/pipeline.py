@@ -48,7 +48,7 @@ from spotlight.rl.models.base import Conditioning, Model
 from spotlight.rl.models.captured import compute_blocks_again
 from spotlight.store.node import Node, NotOnNode, fingerprint
 from spotlight.store.objects import atomic_write
-from spotlight.store.room import is_in_memory
+from spotlight.store.room import is_in_memory, room_bytes
 
 logger = logging.getLogger("spotlight")
 
@@ -383,8 +383,8 @@ def shifted(shift: float, steps: int) -> tuple[float, ...]:
 
     Source: SD 3 (arXiv 2403.03206); DanceGRPO's ``sd3_time_shift``.
     """
-    even = (1 - step / steps for step in range(steps + 1))
-    return tuple(shift * t / (1 + (shift - 1) * t) for t in even)
+    below = (1 - step / steps for step in range(1, steps + 1))
+    return (1.0, *(shift * t / (1 + (shift - 1) * t) for t in below))  # below s = 1 the first would be rounded
 
 
 def shift_options(scheduler: Any) -> dict[str, Any]:
@@ -465,7 +465,10 @@ def _on_node(node: Node, kind: Any, directory: Path, name: str, dtype: torch.dty
             weight_files(directory / name)
             _copy([file for file in files if file.suffix in READ], copy / name)
         else:
-            _weights(kind, directory, name, torch_dtype=dtype).save_pretrained(copy / name)
+            network = _weights(kind, directory, name, torch_dtype=dtype)
+            if (size_bytes := network.get_memory_footprint()) > room_bytes(node.root):  # the files may be half of it
+                raise NotOnNode(f"no room for {size_bytes} bytes in the node's shared memory")
+            network.save_pretrained(copy / name)
 
     try:
         return node.make(key, write, size_bytes=sum(file.stat().st_size for file in files))

@@ -108,7 +108,7 @@ class Tiny(QwenTransformer):
         for part in parts:
             part.to(device)
             if dtype != torch.float32:
-                part.to(dtype)
+                nn.Module.to(part, dtype)  # diffusers' own warns of layers to be kept in float32, and has none here
             part.requires_grad_(False)
             part.eval()
         return model

@@ -108,6 +108,30 @@ def checkpoint(path: str, setting: str = "reward.path") -> Path:
     return directory
 
 
+def network(kind: Any, path: Path, unused: tuple[str, ...] = (), **options: Any) -> Any:
+    """A network of a checkpoint, on the device of rewards. What transformers would fill at random is an error.
+
+    Args:
+        unused: how names of weights begin that are not needed.
+        options: of ``from_pretrained``.
+
+    Raises:
+        SpotlightError: weights are absent, or have other shapes.
+    """
+    from spotlight.rl.models import device_of_rewards
+
+    always: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    model, report = kind.from_pretrained(path, ignore_mismatched_sizes=True, **always, **options)
+    drawn = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    weights = (name for name, _ in model.named_parameters())  # buffers are made, not read
+    if lost := sorted(name for name in weights if name in drawn and not name.startswith(unused)):
+        raise SpotlightError(
+            f"{path}: {len(lost)} weights that {type(model).__name__} needs are absent, or of other shapes, such as "
+            f"{lost[0]}: copy the checkpoint anew, or name one of that class"
+        )
+    return model.eval().to(device_of_rewards())
+
+
 def score(
     scorer: Scorer,
     images_BHWC: NDArray[np.uint8],

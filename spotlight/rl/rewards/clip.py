@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from spotlight.files import shown
 from spotlight.records import SpotlightError
 from spotlight.rl.checkpoints import require_class, require_tokenizer, tensors
-from spotlight.rl.rewards.base import Scorer, checkpoint
+from spotlight.rl.rewards.base import Scorer, checkpoint, network
 
 LAYER = re.compile(r"layers\.\d+\.weight")
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -105,10 +105,7 @@ class ClipScorer(Scorer):
     def _model(self) -> Any:
         from transformers import CLIPModel
 
-        from spotlight.rl.models import device_of_rewards
-
-        model = CLIPModel.from_pretrained(self._path, local_files_only=True, use_safetensors=True).eval()
-        return model.to(device_of_rewards())
+        return network(CLIPModel, self._path, unused=() if self.reads_text else ("text_", "logit_scale"))
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -164,7 +161,8 @@ class AestheticScorer(ClipScorer):
         self._head = Path(head)
         if self._head.suffix != ".safetensors" or not self._head.is_file():
             raise SpotlightError(
-                f"{head}: no .safetensors file; the layers of the aesthetic predictor are read from one"
+                f"reward.options.head = {head!r}: no such .safetensors file, and the layers of the aesthetic predictor "
+                "are read from one: name it"
             )
         _check_head(self._head, require_class(self._path, None).get("projection_dim"))
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spotlight.records import SpotlightError
-from spotlight.rl.rewards.base import checkpoint
+from spotlight.rl.rewards.base import checkpoint, network
 from spotlight.rl.rewards.clip import ClipScorer, preprocessing
 from spotlight.rl.rewards.geneval import MAX_OBJECTS, THRESHOLD, Objects
 
@@ -179,14 +179,10 @@ class Mask2FormerDetector:
 
     @cached_property
     def _model(self) -> Any:
+        import torch
         from transformers import Mask2FormerForUniversalSegmentation
 
-        from spotlight.rl.models import device_of_rewards
-
-        try:
-            model = Mask2FormerForUniversalSegmentation.from_pretrained(
-                self._path, local_files_only=True, use_safetensors=True
-            )
+        try:  # in bfloat16, which it may be stored in, a tiny one found other objects
+            return network(Mask2FormerForUniversalSegmentation, self._path, dtype=torch.float32)
         except ImportError as error:  # its loss, which nobody asks for here, wants SciPy
             raise SpotlightError(f"{self._path}: cannot be loaded ({error}): pip install scipy") from None
-        return model.eval().to(device_of_rewards())

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.files import shown
 from spotlight.records import SpotlightError
-from spotlight.rl.rewards.base import Scorer, checkpoint
+from spotlight.rl.rewards.base import Scorer, checkpoint, network
 from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
 
 TOKENS_MAX = 64
@@ -39,6 +40,11 @@ class ReaderScorer(Scorer):
     ) -> None:
         self._path, self._question, self._text, self._tokens = checkpoint(path), question, text, tokens
         self._graded = graded
+        if type(tokens) is not int or tokens < 1:
+            raise SpotlightError(f"reward.options.tokens = {shown(tokens)}: give a whole number, at least 1")
+        for name, said in (("question", question), ("text", text)):
+            if not isinstance(said, str):
+                raise SpotlightError(f"reward.options.{name} = {shown(said)}: give a text, in quotes")
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         targets = [quoted_target(prompt) for prompt in prompts]
@@ -89,15 +95,12 @@ class ReaderScorer(Scorer):
     def _model(self) -> Any:
         from transformers import AutoModelForImageTextToText
 
-        from spotlight.rl.models import device_of_rewards
-
         try:
-            model = AutoModelForImageTextToText.from_pretrained(
-                self._path, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype="auto"
-            )
+            return network(AutoModelForImageTextToText, self._path, trust_remote_code=False, dtype="auto")
+        except SpotlightError:
+            raise
         except (ImportError, ValueError) as error:
             raise SpotlightError(
                 f"{self._path}: is no model that reads images and writes text ({error}); take one that transformers "
                 "has a class for"
             ) from None
-        return model.eval().to(device_of_rewards())

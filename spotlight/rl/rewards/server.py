@@ -125,7 +125,7 @@ class ChatScorer(Scorer):
             "temperature": 0,
             "messages": [{"role": "user", "content": [{"type": "text", "text": question}, picture]}],
         }
-        answer = post(f"{self._url}/v1/chat/completions", payload, timeout_s=self._timeout_s, key=os.environ.get(KEY))
+        answer = post(f"{self._url}/v1/chat/completions", payload, timeout_s=self._timeout_s, key=_key())
         try:
             reply = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
@@ -151,7 +151,7 @@ class ChatOcrScorer(ChatScorer):
         quoted_target(prompt)
 
 
-def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str | None = None) -> dict[str, Any]:
+def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str = "") -> dict[str, Any]:
     """Send JSON, and return the JSON object that came back.
 
     Raises:
@@ -197,6 +197,18 @@ def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str | N
     if not isinstance(found, dict):
         raise ValueError(f"{url} answered with no JSON object: {_start_of(content.decode(errors='replace'))}")
     return found
+
+
+def _key() -> str:
+    """The key that a chat server wants, or "".
+
+    Raises:
+        SpotlightError: it cannot be sent. It is not shown.
+    """
+    key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise SpotlightError(f"{KEY} holds more than letters and signs of a key, such as a second line: set it anew")
+    return key
 
 
 def _is_away(reason: object) -> bool:
