@@ -244,11 +244,14 @@ class RunDir:
     def latents_url(self) -> str:
         """Where this run's latents are: with it, or below the configured URL in a folder that no other run has."""
         url = self.config().latents.url
-        if not url:
-            return f"{self.url}/latents"
+        return f"{url.rstrip('/')}/{self.own_name}" if url else f"{self.url}/latents"
+
+    @property
+    def own_name(self) -> str:
+        """The name of what is kept of it elsewhere, which no other run has; in older runs, that of its directory."""
         content = self.objects.get(STARTED)
         started = from_json(Started, content, self.objects.where(STARTED), "restore it") if content else None
-        return f"{url.rstrip('/')}/{(started and started.latents) or self.name}"
+        return (started and started.latents) or self.name
 
     @property
     def simulated(self) -> Literal["", "modelled", "real"]:
