@@ -254,6 +254,15 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert list(tmp_path.glob("run-*")) == []
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "::1"])  # another machine's, by RFC 5737; and Dask's are IPv4
+def test_a_host_on_which_no_dashboard_can_listen_is_named_and_not_its_port(tmp_path: Path, host: str) -> None:
+    said = refusal("run", settings_file(tmp_path), "--set", f"cluster.dashboard_host={host}")
+
+    assert f"cluster.dashboard_host = '{host}': the dashboard cannot listen there" in said
+    assert "dashboard_port" not in said
+    assert list(tmp_path.glob("run-*")) == []
+
+
 def test_a_run_has_one_driver_at_a_time(tmp_path: Path) -> None:
     run = create_run(config.load(settings_file(tmp_path)), now_s=0.0)
 
