@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import nbformat
@@ -219,6 +220,20 @@ def test_a_run_of_another_process_is_accounted_for_up_to_its_last_iteration(tmp_
     assert (AT_RESERVED_PRICES, "$10.00 by the end of iteration 0") in notebook._facts(going_on)
     assert going_on.wasted_s["idle"] == 0
     assert going_on.usd > 10.5
+
+
+def test_the_view_of_a_run_that_can_be_read_no_more_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "REFRESH_S", 0.01)
+    directory = create_run(load(settings_file(tmp_path)), now_s=0.0)
+    views: list[dict[str, str]] = []
+    handle = SimpleNamespace(update=lambda view, raw: views.append(view))
+    with directory.lock():
+        run = attach(directory.path)
+        (directory.path / SPANS).write_text("damaged\n")
+        asyncio.run(notebook._follow(run, handle))
+
+    assert "not JSON" in views[-1]["text/plain"]
+    assert "show the run again" in views[-1]["text/html"]
 
 
 def test_pictures_are_told_in_a_terminal_without_their_bytes() -> None:
