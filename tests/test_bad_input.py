@@ -144,7 +144,8 @@ def test_a_trace_that_cannot_be_used_is_named_by_file_and_line_before_anything_s
     trace = tmp_path / "spot.csv"
     trace.write_text("0,add,a\n100,vanish,a\n")
 
-    said = refusal("run", settings_file(tmp_path), "--set", f"pools.spot.trace={trace}")
+    changed = ("--set", f"pools.spot.trace={trace}", "--set", "pools.spot.replace_after_s=10")
+    said = refusal("run", settings_file(tmp_path), *changed)
 
     assert [part for part in [f"{trace}:2", "vanish"] if part not in said] == [], said
     assert list(tmp_path.glob("run-*")) == []

@@ -504,6 +504,7 @@ def test_learning_that_cannot_work_is_refused(file: Path, overrides: list[str], 
         (["preemption=notice"], "preemption = 'notice' counts nothing without a trace"),
         (["trace_share=0.5"], "trace_share = 0.5 counts nothing without a trace"),
         (["trace_share=0.5", "trace_model=calm"], "trace_share = 0.5 counts nothing without a file"),
+        (["replace_after_s=60", "trace_model=calm"], "replace_after_s = 60.0 counts nothing along a trace"),
     ],
 )
 def test_what_says_how_to_follow_a_trace_is_doubted_without_one(file: Path, overrides: list[str], says: str) -> None:
