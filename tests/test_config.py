@@ -63,6 +63,19 @@ def test_paths_are_relative_to_the_settings_file(file: Path, monkeypatch: pytest
     assert config.model.path == str(file.parent / "checkpoint")
 
 
+def test_a_path_may_begin_with_a_home_directory(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+
+    config = load(file, ["data.train_prompts=~/train.txt", "run.dir=~/runs", "latents.url=./~/latents"])
+
+    assert config.data.train_prompts == "/home/me/train.txt"
+    assert config.run.dir == "/home/me/runs"
+    assert config.latents.url == str(file.parent / "~" / "latents")
+    for setting in ("data.train_prompts", "run.dir", "reward.options.head"):
+        with pytest.raises(SpotlightError, match=f"{setting} = '~nobody-here/x': there is no such user"):
+            load(file, ["reward.name=aesthetic", f"{setting}=~nobody-here/x"])
+
+
 def test_settings_survive_being_written_and_read(file: Path) -> None:
     config = load(file, ["rollout.sde_window=[1, 3]", "train.learning_rate=1e-5", 'strategy.rollout_pools=["spot"]'])
     copy = file.parent / "elsewhere" / "config.toml"
