@@ -32,6 +32,8 @@ FOLDERS = (
     *("beliefs", "images", "latents", "offload", "prices", "prompts"),
     *(ASIDE, "selections", "updates", "weights"),
 )
+OF_TRACKERS = ("wandb",)
+"""Folders that a tracker fills, with links that lead out of the run; nothing in them is read."""
 JOURNALS = (HISTORY, VALIDATION, SPANS, WORKERS, EVENTS, DECISIONS, QUARANTINED)
 STARTED = "started.json"
 """A `Started`, which tells a run from others of its name. At a URL it is written first, so that a name has one run; in

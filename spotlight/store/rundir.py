@@ -43,6 +43,7 @@ from spotlight.store.rows import (
     HISTORY,
     JOURNALS,
     MODEL,
+    OF_TRACKERS,
     PROMPTS,
     QUARANTINED,
     SIMULATED,
@@ -566,7 +567,8 @@ def _forbidden_entries(directory: Path, root: Path) -> Iterator[str]:
             elif not target.exists():
                 yield f"{entry.path}: is a link to nothing: put there what it linked to, or delete it"
         elif entry.is_dir():
-            yield from _forbidden_entries(Path(entry.path), root)
+            if not (directory == root and entry.name in OF_TRACKERS):
+                yield from _forbidden_entries(Path(entry.path), root)
         elif not (entry.is_file(follow_symlinks=False) or not os.path.lexists(entry.path)):
             yield f"{entry.path}: is a named pipe, a socket or a device, which no run writes: delete it"
 
