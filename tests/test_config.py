@@ -528,6 +528,17 @@ def test_what_says_how_to_follow_a_trace_is_doubted_without_one(file: Path, over
     assert load(file, [f"pools.spot.{each}" for each in followed]).doubts == ()
 
 
+def test_spot_workers_that_would_only_idle_are_doubted(file: Path) -> None:
+    idle = ["pools.spot.gpu=h100", "pools.spot.workers=2", "strategy.exploration=off"]
+    idle.append('strategy.rollout_pools=["reserved"]')
+
+    (doubt,) = load(file, idle).doubts
+
+    assert doubt.startswith("pools.spot.workers = 2 only validate")
+    for works in ("strategy.exploration=blocking", 'strategy.train_pools=["reserved", "spot"]', "pools.spot.workers=0"):
+        assert load(file, [*idle, works]).doubts == ()
+
+
 def test_a_reserved_price_that_nobody_knows_is_doubted(file: Path) -> None:
     alone = ['strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]', "pools.reserved.gpu=cpu"]
 

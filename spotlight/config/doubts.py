@@ -107,6 +107,16 @@ def _of_machines(settings: Config) -> Iterator[str]:
             f'pools.reserved.gpu = "{NO_GPU}" and train.lora_rank = 0: to update all weights takes minutes on a '
             "processor, and five times their memory; set train.lora_rank"
         )
+    strategy = settings.strategy
+    if (
+        pools.spot.workers
+        and strategy.exploration == "off"
+        and "spot" not in strategy.rollout_pools + strategy.train_pools
+    ):
+        yield (
+            f'pools.spot.workers = {pools.spot.workers} only validate: strategy.exploration is "off", and neither '
+            'strategy.rollout_pools nor strategy.train_pools has "spot"; add it there, or set pools.spot.workers = 0'
+        )
     kinds = {name.partition("-")[0] for name in price_list()}
     for name, pool in pools:
         kind = pool.gpu.partition("-")[0]
