@@ -91,8 +91,23 @@ def whole(value: object, name: str) -> int:
         raise SpotlightError(f"{name} = {shown(value)}: give a whole number") from None
 
 
+def from_home(path: str) -> str:
+    """A path with a user's home directory in place of the ``~`` or ``~user`` that it begins with, if it does.
+
+    Raises:
+        SpotlightError: there is no such user.
+    """
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError:
+        raise SpotlightError(
+            f"{shown(path)}: there is no such user, in whose home directory it would be: write that out, or ./ before "
+            "a name that begins with ~"
+        ) from None
+
+
 def absolute(base: Path, path: str) -> str:
-    """A path of a setting, which is relative to ``base``, without links on its way.
+    """A path of a setting, which is relative to ``base``, or to a home directory (``~``), without links on its way.
 
     Raises:
         SpotlightError: no file can be there.
@@ -100,6 +115,7 @@ def absolute(base: Path, path: str) -> str:
     check_slashes(path)
     if len(path) > PATH_MAX:
         raise SpotlightError(f"{shown(path)}: has {len(path)} characters, and a path has {PATH_MAX} at most")
+    path = from_home(path)
     try:
         return str((base / path).resolve())
     except RuntimeError:  # raised by pathlib

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,7 @@ from typing import cast
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
 from spotlight.demands import check_demands
+from spotlight.files import shown
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
 from spotlight.plan.durations import TaskDurations
@@ -234,6 +236,11 @@ def check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise SpotlightError(
+                    f"cluster.dashboard_host = {shown(host)}: the dashboard cannot listen there ({error.strerror}): "
+                    "give a name or an IPv4 address of this machine, such as 127.0.0.1, or 0.0.0.0 for all it has"
+                ) from None
             raise SpotlightError(
                 f"cluster.dashboard_port = {port} cannot be used ({error.strerror}): stop what listens there, or "
                 "choose another, 0 for any free one: for a new run by --set cluster.dashboard_port=0, for a resumed "

@@ -68,11 +68,17 @@ def show(run: Run) -> None:
 
 
 async def _follow(run: Run, handle: Any) -> None:
+    """Update a view until the run ends, or cannot be read: nobody would see an error of this task."""
     alive = True
     while alive:
         await asyncio.sleep(REFRESH_S)
-        alive = run.alive
-        handle.update(_views_of(run), raw=True)
+        try:
+            alive = run.alive
+            views = _views_of(run)
+        except SpotlightError as error:
+            alive, said = False, f"{error}; this view is updated no more: show the run again"
+            views = {"text/html": f'{STYLE}<div class="spotlight-run">{_line(said)}</div>', "text/plain": said}
+        handle.update(views, raw=True)
 
 
 def _views_of(run: Run) -> dict[str, str]:

@@ -447,7 +447,8 @@ class Run:
         history = run.last(HISTORY, HistoryRow, 1)
         measured = history[-1].measured if history else {}
         worth_renting = measured.get("spot_worth_renting")
-        ledger, usd_by_pool = accounts.ledger(now_s), accounts.usd_by_pool(now_s)
+        until_s = measured.get("stopped_s", 0.0) if accounts is self._watched else now_s  # its driver's is of then, too
+        ledger, usd_by_pool = accounts.ledger(until_s), accounts.usd_by_pool(now_s)
         return Status(
             state=state,
             phase=driver.phase if driver and self._is_ours else "",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spotlight.config import NO_GPU, Config, leaves, resolve
+from spotlight.config import NO_GPU, Config, TrainSection, leaves, resolve
 from spotlight.records import SpotlightError
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,7 @@ def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Co
         del tree["simulation"]["strategies"]
         where = f"[simulation.strategies] {name!r}"
         changed = {path: value for path, value in leaves(changes) if value != {}}
-        for pool in tree["pools"]:
-            if f"pools.{pool}.gpu" in changed:  # prices are those of its other GPU
-                tree["pools"][pool].pop("usd_per_h", None)
-                tree["pools"][pool].pop("prices", None)
-        if config.pools.reserved.gpu == NO_GPU != changed.get("pools.reserved.gpu", NO_GPU):
-            tree["simulation"].pop("update_s", None)  # measured without a GPU, and this strategy has one
+        _forget_what_goes_by(changed, tree, config)
         for path, value in changed.items():
             _put(tree, path, value, where)
         try:
@@ -78,6 +73,22 @@ def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Co
             logger.warning("%r is not compared, for these settings cannot have it: %s", name, error)
             continue
         yield name, whole
+
+
+def _forget_what_goes_by(changed: Mapping[str, Any], tree: dict[str, Any], config: Config) -> None:
+    """Remove values from a tree of settings that belong to what a strategy changes."""
+    for pool in tree["pools"]:
+        if f"pools.{pool}.gpu" in changed:  # prices are those of its other GPU
+            tree["pools"][pool].pop("usd_per_h", None)
+            tree["pools"][pool].pop("prices", None)
+    if config.pools.reserved.gpu == NO_GPU != changed.get("pools.reserved.gpu", NO_GPU):
+        tree["simulation"].pop("update_s", None)  # measured without a GPU, and this strategy has one
+    usual = TrainSection(algorithm=config.train.algorithm).clip_range
+    if "train.algorithm" in changed and config.train.clip_range == usual:  # each algorithm has its own
+        del tree["train"]["clip_range"]
+    if "model.name" in changed and config.model.embedded:  # each embedded model has its own
+        for name in ("height_px", "width_px", "gradient_checkpointing"):
+            del tree["model"][name]
 
 
 def _baselines(config: Config) -> Mapping[str, Mapping[str, Any]]:

@@ -144,7 +144,8 @@ def test_a_trace_that_cannot_be_used_is_named_by_file_and_line_before_anything_s
     trace = tmp_path / "spot.csv"
     trace.write_text("0,add,a\n100,vanish,a\n")
 
-    said = refusal("run", settings_file(tmp_path), "--set", f"pools.spot.trace={trace}")
+    changed = ("--set", f"pools.spot.trace={trace}", "--set", "pools.spot.replace_after_s=10")
+    said = refusal("run", settings_file(tmp_path), *changed)
 
     assert [part for part in [f"{trace}:2", "vanish"] if part not in said] == [], said
     assert list(tmp_path.glob("run-*")) == []
@@ -251,6 +252,15 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
 
     assert f"cluster.dashboard_port = {port} cannot be used (Address already in use)" in said
     assert "--set cluster.dashboard_port=0" in said
+    assert list(tmp_path.glob("run-*")) == []
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "::1"])  # another machine's, by RFC 5737; and Dask's are IPv4
+def test_a_host_on_which_no_dashboard_can_listen_is_named_and_not_its_port(tmp_path: Path, host: str) -> None:
+    said = refusal("run", settings_file(tmp_path), "--set", f"cluster.dashboard_host={host}")
+
+    assert f"cluster.dashboard_host = '{host}': the dashboard cannot listen there" in said
+    assert "dashboard_port" not in said
     assert list(tmp_path.glob("run-*")) == []
 
 

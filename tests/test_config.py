@@ -63,6 +63,19 @@ def test_paths_are_relative_to_the_settings_file(file: Path, monkeypatch: pytest
     assert config.model.path == str(file.parent / "checkpoint")
 
 
+def test_a_path_may_begin_with_a_home_directory(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+
+    config = load(file, ["data.train_prompts=~/train.txt", "run.dir=~/runs", "latents.url=./~/latents"])
+
+    assert config.data.train_prompts == "/home/me/train.txt"
+    assert config.run.dir == "/home/me/runs"
+    assert config.latents.url == str(file.parent / "~" / "latents")
+    for setting in ("data.train_prompts", "run.dir", "reward.options.head"):
+        with pytest.raises(SpotlightError, match=f"{setting} = '~nobody-here/x': there is no such user"):
+            load(file, ["reward.name=aesthetic", f"{setting}=~nobody-here/x"])
+
+
 def test_settings_survive_being_written_and_read(file: Path) -> None:
     config = load(file, ["rollout.sde_window=[1, 3]", "train.learning_rate=1e-5", 'strategy.rollout_pools=["spot"]'])
     copy = file.parent / "elsewhere" / "config.toml"
@@ -504,6 +517,7 @@ def test_learning_that_cannot_work_is_refused(file: Path, overrides: list[str], 
         (["preemption=notice"], "preemption = 'notice' counts nothing without a trace"),
         (["trace_share=0.5"], "trace_share = 0.5 counts nothing without a trace"),
         (["trace_share=0.5", "trace_model=calm"], "trace_share = 0.5 counts nothing without a file"),
+        (["replace_after_s=60", "trace_model=calm"], "replace_after_s = 60.0 counts nothing along a trace"),
     ],
 )
 def test_what_says_how_to_follow_a_trace_is_doubted_without_one(file: Path, overrides: list[str], says: str) -> None:
@@ -512,6 +526,17 @@ def test_what_says_how_to_follow_a_trace_is_doubted_without_one(file: Path, over
     assert doubt.startswith(f"pools.spot.{says}")
     followed = ("gpu=h100", "trace=a.csv", "trace_share=0.5", "speedup=60")
     assert load(file, [f"pools.spot.{each}" for each in followed]).doubts == ()
+
+
+def test_spot_workers_that_would_only_idle_are_doubted(file: Path) -> None:
+    idle = ["pools.spot.gpu=h100", "pools.spot.workers=2", "strategy.exploration=off"]
+    idle.append('strategy.rollout_pools=["reserved"]')
+
+    (doubt,) = load(file, idle).doubts
+
+    assert doubt.startswith("pools.spot.workers = 2 only validate")
+    for works in ("strategy.exploration=blocking", 'strategy.train_pools=["reserved", "spot"]', "pools.spot.workers=0"):
+        assert load(file, [*idle, works]).doubts == ()
 
 
 def test_a_reserved_price_that_nobody_knows_is_doubted(file: Path) -> None:

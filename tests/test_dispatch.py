@@ -195,6 +195,30 @@ def test_a_worker_that_takes_no_tasks_gets_none_until_it_does() -> None:
     assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"]}
 
 
+def test_shards_whose_results_are_lost_come_back_to_one_worker_if_they_are_too_few_for_a_gang() -> None:
+    """Three workers could not share the heads of most models."""
+    cluster = Cluster()
+    cluster.submit("rollout", 1, shards=4, widths=(4,))
+    cluster.join("a", "b", "c", "d")
+    cluster.decide()
+    for shard in range(4):
+        cluster.change(("rollout", shard), "memory")
+
+    for shard in (0, 1, 2):
+        cluster.change(("rollout", shard), "released")
+        cluster.change(("rollout", shard), "gated")
+    launch, *others = cluster.decide()
+
+    assert isinstance(launch, Launch)
+    assert [member.place.width for member in launch.members] == [1]
+    assert not [other for other in others if isinstance(other, Launch)]
+    cluster.change(launch.members[0].key, "memory")
+    assert {dismissed.key for dismissed in cluster.decide() if isinstance(dismissed, Dismiss)} == {
+        ("rollout", 1),
+        ("rollout", 2),
+    }
+
+
 def test_surplus_shards_end_once_the_first_is_done() -> None:
     cluster = Cluster()
     cluster.submit("rollout", 1, shards=2, widths=(1, 2))

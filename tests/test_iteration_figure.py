@@ -195,6 +195,18 @@ def test_every_example_has_a_figure_that_fits_a_page(tmp_path: Path, path: Path)
     assert sum(layer.tasks for layer in _read(graph).values()) == sum(map(len, graph.layers.values()))
 
 
+@pytest.mark.parametrize(("updates", "parts"), [(2, 8), (3, 1)])
+def test_spot_workers_that_train_in_several_updates_and_explore_have_a_figure(
+    tmp_path: Path, updates: int, parts: int
+) -> None:
+    settings = ['strategy.train_pools=["spot"]', f"train.updates={updates}", f"train.parts={parts}"]
+    graph = example_graph(config.load(EXAMPLES / "paced.toml", settings)).graph
+
+    draw(graph, tmp_path / "graph.png")
+
+    assert (tmp_path / "graph.png").exists()
+
+
 def test_layers_without_a_task_are_left_out_and_what_they_joined_stays_joined() -> None:
     graph = build(("rollout-1", 2, "any", ()), ("score-1", 0, "any", ("rollout-1",)), ("x-1", 1, "head", ("score-1",)))
 

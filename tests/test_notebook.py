@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import nbformat
@@ -23,7 +24,7 @@ from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.records import Span, SpotlightError, Stopped, WorkerLife, row_of
 from spotlight.run import Run
 from spotlight.store.creating import create_run
-from spotlight.store.rows import SPANS, WORKERS
+from spotlight.store.rows import HISTORY, SPANS, WORKERS, HistoryRow
 from spotlight.store.thumbnails import Picture
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -191,6 +192,48 @@ def test_the_view_of_a_run_prices_only_what_is_known(tmp_path: Path) -> None:
     assert (AT_RESERVED_PRICES, "–") in notebook._facts(status)
     assert (AT_RESERVED_PRICES, "$2.0000 by the end of iteration 2") in notebook._facts(going_on)
     assert (AT_RESERVED_PRICES, "$2.0000") in notebook._facts(replace(going_on, state="finished"))
+
+
+def test_a_run_of_another_process_is_accounted_for_up_to_its_last_iteration(tmp_path: Path) -> None:
+    directory, now_s = create_run(load(settings_file(tmp_path)), now_s=0.0), wall_clock()
+    worked = Span(
+        worker="reserved-0",
+        pool="reserved",
+        phase="train",
+        iteration=0,
+        key="train",
+        start_s=now_s - 3800,
+        stop_s=now_s - 200,
+        outcome="done",
+    )
+    life = WorkerLife(worker="reserved-0", pool="reserved", joined_s=now_s - 3900, left_s=None, reason="end")
+    directory.append(WORKERS, row_of(life))
+    directory.append(SPANS, row_of(worked), row_of(replace(worked, start_s=now_s - 100, stop_s=now_s)))
+    with directory.lock():
+        begun = attach(directory.path).status
+        measured = {"started_s": now_s - 3800, "stopped_s": now_s - 200}
+        row = HistoryRow(iteration=0, weights_version=1, weights_sha256="", metrics={}, measured=measured)
+        directory.append(HISTORY, row_of(row))
+        going_on = attach(directory.path).status
+
+    assert (AT_RESERVED_PRICES, "–") in notebook._facts(begun)
+    assert (AT_RESERVED_PRICES, "$10.00 by the end of iteration 0") in notebook._facts(going_on)
+    assert going_on.wasted_s["idle"] == 0
+    assert going_on.usd > 10.5
+
+
+def test_the_view_of_a_run_that_can_be_read_no_more_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "REFRESH_S", 0.01)
+    directory = create_run(load(settings_file(tmp_path)), now_s=0.0)
+    views: list[dict[str, str]] = []
+    handle = SimpleNamespace(update=lambda view, raw: views.append(view))
+    with directory.lock():
+        run = attach(directory.path)
+        (directory.path / SPANS).write_text("damaged\n")
+        asyncio.run(notebook._follow(run, handle))
+
+    assert "not JSON" in views[-1]["text/plain"]
+    assert "show the run again" in views[-1]["text/html"]
 
 
 def test_pictures_are_told_in_a_terminal_without_their_bytes() -> None:

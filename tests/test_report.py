@@ -627,6 +627,18 @@ def test_the_lanes_are_explained_by_what_the_run_does(tmp_path: Path, exploratio
     assert ((earlier in page), (earlier in reused)) == (exploration == "stale", False)
 
 
+def test_seeds_that_were_explored_with_the_present_weights_are_not_called_stale(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, iterations=3)
+    text = (run_dir / config.RESOLVED).read_text()
+    (run_dir / config.RESOLVED).write_text(text.replace('exploration = "stale"', 'exploration = "blocking"'))
+
+    page = page_of(run_dir)
+
+    assert "explored seeds" in page
+    assert "stale weights" not in page
+    assert "one version old" not in page
+
+
 def test_a_terminal_that_has_no_sign_for_times_shows_the_account_all_the_same(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, iterations=1)
     plain = {**os.environ, "PYTHONIOENCODING": "ascii"}

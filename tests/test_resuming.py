@@ -441,6 +441,19 @@ def test_no_link_leads_out_of_a_run_directory(killed: RunDir, tmp_path: Path, na
     assert list(outside.iterdir()) == []
 
 
+def test_links_that_wandb_makes_in_its_folder_are_left_alone(killed: RunDir, tmp_path: Path) -> None:
+    logs = killed.path / "wandb" / "run-20261129_105320-r" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to(tmp_path / "core-debug.log")  # in W&B's cache, of version 0.31
+
+    go_on(RunDir.open(killed.path))
+
+    assert (logs / "debug-core.log").is_symlink()
+    shutil.rmtree(killed.path / "wandb")
+    (killed.path / "wandb").symlink_to(tmp_path)
+    assert f"{killed.path / 'wandb'}: is a link to {tmp_path}" in refusal(killed)
+
+
 def test_a_link_that_appears_later_is_not_followed_either(killed: RunDir, tmp_path: Path) -> None:
     outside = tmp_path / "outside.txt"
     for name in ("lock", SPANS):

@@ -115,6 +115,22 @@ def test_another_gpu_has_its_own_price(tmp_path: Path) -> None:
     assert changed.pools.spot.usd_per_h == usd_per_h("l40s", "spot") != settings.pools.spot.usd_per_h
 
 
+def test_another_algorithm_has_its_own_clip_range_and_another_model_its_own_size(tmp_path: Path) -> None:
+    settings = load(
+        tmp_path,
+        '[simulation.strategies.a]\n"train.algorithm" = "awm"\n'
+        '[simulation.strategies.b]\n"train.algorithm" = "awm"\n"train.clip_range" = 0.5\n'
+        '[simulation.strategies.c]\n"model.name" = "tiny-mixed"\n',
+    )
+    kept = load(tmp_path, '[train]\nclip_range = 0.1\n[simulation.strategies.a]\n"train.algorithm" = "awm"\n')
+
+    compared = dict(strategies(settings))
+
+    assert [compared[name].train.clip_range for name in "ab"] == [1.0, 0.5]
+    assert next(strategies(kept))[1].train.clip_range == 0.1
+    assert (compared["c"].model.height_px, compared["c"].model.width_px) == (16, 48)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_price_beside_another_gpu_counts_wherever_it_stands(tmp_path: Path, order: int) -> None:
     lines = ['"pools.spot.usd_per_h" = 100', '"pools.spot.gpu" = "h100-aws"'][::order]

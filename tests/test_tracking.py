@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +23,7 @@ from runs import settings_file
 from spotlight.config import Config, load
 from spotlight.records import SpotlightError
 from spotlight.report.tracking import Tracking, check
-from spotlight.store.creating import create_run
+from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.rows import HISTORY, VALIDATION, HistoryRow, ValidationRow
 from spotlight.store.rundir import RunDir
 
@@ -66,16 +68,27 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None
 
 
 def recorded_wandb(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The calls to a W&B that resumes after a run's last step, and drops what is logged below the present one."""
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     calls: list[Call] = []
-    session = SimpleNamespace(
-        log=lambda values, step: calls.append(("log", step, values)),
-        finish=lambda exit_code: calls.append(("finish", exit_code)),
-    )
+    last: dict[str, int] = {}
 
     def init(**given: Any) -> Any:
-        calls.append(("init", given["project"], given["id"], given["resume"]))
-        return session
+        of = given["id"]
+        calls.append(("init", given["project"], of, given["resume"]))
+
+        def log(values: dict[str, float], step: int) -> None:
+            known = step < max(starts, last.get(of, 0))
+            last[of] = max(step, last.get(of, 0))
+            calls.append(("dropped" if known else "log", step, values))
+
+        starts = last.get(of, -1) + 1
+        return SimpleNamespace(
+            starting_step=starts,
+            define_metric=lambda name, step_metric: calls.append(("define", name, step_metric)),
+            log=log,
+            finish=lambda exit_code: calls.append(("finish", exit_code)),
+        )
 
     stand_in(monkeypatch, "wandb", init=init)
     return calls
@@ -94,19 +107,52 @@ def test_every_tracker_is_told_metrics_by_step_and_no_worker_by_name(
 
     assert calls == [
         ("init", "p", run.path.name, "allow"),
-        ("log", 0, {"validation_score": 0.25, "validation_tag_counting": 0.5}),
-        ("log", 0, {"reward_mean": 0.0, "usd": 0.5}),
-        ("log", 1, {"reward_mean": 0.1, "usd": 0.5}),
-        ("log", 2, {"reward_mean": 0.2, "usd": 0.5}),
+        ("define", "*", "iteration"),
+        ("log", 0, {"iteration": 0, "validation_score": 0.25, "validation_tag_counting": 0.5}),
+        ("log", 1, {"iteration": 0, "reward_mean": 0.0, "usd": 0.5}),
+        ("log", 3, {"iteration": 1, "reward_mean": 0.1, "usd": 0.5}),
+        ("log", 5, {"iteration": 2, "reward_mean": 0.2, "usd": 0.5}),
         ("finish", 0),
     ]
+
+
+def test_wandb_has_the_iteration_that_a_run_was_stopped_in_after_a_validation(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, config = recorded_wandb(monkeypatch), with_trackers(run, "wandb")
+    run.append(VALIDATION, asdict(ValidationRow(version=2, score=0.5, rewards=(0.5,), images="", at_s=102.0)))
+
+    Tracking(run, config).close("stopped")
+    run.append(HISTORY, history_row(2))
+    Tracking(run, config).close("finished")
+
+    logged = [values for what, _, values in (call for call in calls if len(call) == 3) if what == "log"]
+    assert [values["iteration"] for values in logged] == [0, 0, 1, 2, 2]
+    assert "reward_mean" in logged[-1]
+    assert not [call for call in calls if call[0] == "dropped"]
+
+
+def test_a_new_run_of_an_old_name_is_another_one_for_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded_wandb(monkeypatch)
+    settings = load(settings_file(tmp_path), ['tracking.to=["wandb"]'])
+
+    for _ in range(2):
+        run = create_run_at(tmp_path / "runs" / "a", settings)
+        run.append(HISTORY, history_row(0))
+        Tracking(run, settings).close("finished")
+        Tracking(run, settings).close("finished")
+        shutil.rmtree(run.path)
+
+    ids = [of for what, _, of, *_ in (call for call in calls if len(call) == 4)]
+    assert [ids[0] == ids[1], ids[2] == ids[3], ids[1] == ids[2]] == [True, True, False]
+    assert all(re.fullmatch(r"a-[0-9a-f]{12}", of) for of in ids)
 
 
 def test_mlflow_finds_a_resumed_run_again_and_gets_the_same_points(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: dict[str, str] = {}
-    points: set[Call] = set()
+    points: list[Call] = []
     statuses: list[str] = []
 
     class Client:
@@ -124,7 +170,10 @@ def test_mlflow_finds_a_resumed_run_again_and_gets_the_same_points(
             return SimpleNamespace(info=SimpleNamespace(run_id=kept[tags["spotlight.run"]]))
 
         def log_batch(self, run_id: str, metrics: list[Call]) -> None:
-            points.update((run_id, *metric) for metric in metrics)
+            points.extend((run_id, *metric) for metric in metrics)  # a store of files keeps what it has once more
+
+        def get_metric_history(self, run_id: str, key: str) -> list[Any]:
+            return [SimpleNamespace(step=point[4]) for point in points if point[:2] == (run_id, key)]
 
         def update_run(self, run_id: str, status: str) -> None:
             statuses.append(status)
@@ -137,13 +186,15 @@ def test_mlflow_finds_a_resumed_run_again_and_gets_the_same_points(
 
     run.path.rename(odd := run.path.with_name("jo's: #2"))
     run = RunDir.open(odd)
-    for ended in ("stopped", "finished"):  # begun, and resumed
-        Tracking(run, with_trackers(run, "mlflow")).close(ended)
+    Tracking(run, with_trackers(run, "mlflow")).close("stopped")
+    run.append(HISTORY, history_row(2))
+    Tracking(run, with_trackers(run, "mlflow")).close("finished")
 
     assert list(kept) == ["jo-s---2"]
     assert statuses == ["KILLED", "RUNNING", "FINISHED"]
     assert ("experiment p/0", "reward_mean", 0.1, 101_000, 1) in points
-    assert len(points) == 6
+    assert ("experiment p/0", "reward_mean", 0.2, 102_000, 2) in points
+    assert len(points) == len(set(points)) == 8
 
 
 def test_tensorboard_has_every_point_once_however_often_a_run_was_resumed(
@@ -225,9 +276,16 @@ def test_a_tracker_that_hangs_keeps_nobody_waiting(
     assert "mlflow has not taken all of this run within 0.2 s, and is left" in caplog.text
 
 
-@pytest.mark.parametrize(("machine", "asked"), [("api.wandb.ai", {}), ("elsewhere", {"mode": "offline"})])
+@pytest.mark.parametrize(
+    ("machine", "server", "asked"),
+    [
+        ("api.wandb.ai", "https://api.wandb.ai", {}),
+        ("elsewhere", "https://api.wandb.ai", {"mode": "offline"}),
+        ("ours", "https://ours:8080", {}),  # as `wandb login --host` leaves it
+    ],
+)
 def test_wandb_without_a_key_is_offline_for_it_would_ask_in_the_terminal(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, asked: dict[str, str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, server: str, asked: dict[str, str]
 ) -> None:
     given: dict[str, Any] = {}
     (tmp_path / "netrc").write_text(f"machine {machine} login user password secret\n")
@@ -235,7 +293,8 @@ def test_wandb_without_a_key_is_offline_for_it_would_ask_in_the_terminal(
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    stand_in(monkeypatch, "wandb", init=lambda **all_given: given.update(all_given))
+    known = SimpleNamespace(settings=SimpleNamespace(base_url=server))
+    stand_in(monkeypatch, "wandb", init=lambda **all_given: given.update(all_given), setup=lambda: known)
 
     Tracking(run, with_trackers(run, "wandb")).close("finished")
 

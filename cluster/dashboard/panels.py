@@ -168,7 +168,7 @@ class Learning(_Redrawn):
         train = PHASE_COLOURS["train"]
         plot.varea("k", "low", "high", source=self._rows, color=train, alpha=0.12, legend_label="± std")
         self._line(plot, "reward_mean", train, "trained samples")
-        self._line(plot, "explored_reward_mean", PHASE_COLOURS["explore"], "explored seeds (stale weights)", "dashed")
+        self._line(plot, "explored_reward_mean", PHASE_COLOURS["explore"], "explored seeds", "dashed")
         plot.line("k", "score", source=self._scores, color=INK, line_width=1, legend_label="validation")
         marks = plot.scatter(
             "k", "score", source=self._scores, marker="diamond", size=12, color=INK, legend_label="validation"

@@ -210,11 +210,11 @@ class RequestState:
     def waiting(self, pools: tuple[Pool, ...], held: tuple[str, ...]) -> Waiting:
         """The request as `placement.plan` sees it while it waits for a gang.
 
-        A shard whose result was lost comes back alone. Its request is done, and the worker that runs the shard finds
-        the committed latents, so any width will do.
+        Shards whose results were lost may come back without the others. Their request is done, and a worker finds the
+        committed latents, so one will do; as many as there are shards could not always share a pass.
         """
         parked = self.parked
-        widths = self.widths if parked >= self.widths[0] else (parked,)
+        widths = self.widths if parked >= self.widths[0] else (1,)
         return Waiting(
             id=self.name,
             pools=pools,

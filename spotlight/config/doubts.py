@@ -107,6 +107,16 @@ def _of_machines(settings: Config) -> Iterator[str]:
             f'pools.reserved.gpu = "{NO_GPU}" and train.lora_rank = 0: to update all weights takes minutes on a '
             "processor, and five times their memory; set train.lora_rank"
         )
+    strategy = settings.strategy
+    if (
+        pools.spot.workers
+        and strategy.exploration == "off"
+        and "spot" not in strategy.rollout_pools + strategy.train_pools
+    ):
+        yield (
+            f'pools.spot.workers = {pools.spot.workers} only validate: strategy.exploration is "off", and neither '
+            'strategy.rollout_pools nor strategy.train_pools has "spot"; add it there, or set pools.spot.workers = 0'
+        )
     kinds = {name.partition("-")[0] for name in price_list()}
     for name, pool in pools:
         kind = pool.gpu.partition("-")[0]
@@ -152,14 +162,14 @@ def _of_prices(settings: Config) -> Iterator[str]:
 def _of_traces(settings: Config) -> Iterator[str]:
     for name, pool in settings.pools:
         if not (pool.trace or pool.trace_model):
-            unused, missing = OF_TRACES, "a trace; set trace or trace_model"
-        elif pool.trace_model:
-            unused, missing = ("trace_share",), "a file; set trace instead of trace_model"
+            unused = dict.fromkeys(OF_TRACES, "without a trace; set trace or trace_model")
         else:
-            continue
-        for key in unused:
+            unused = {"replace_after_s": "along a trace, which says when workers come back"}
+        if pool.trace_model:
+            unused["trace_share"] = "without a file; set trace instead of trace_model"
+        for key, why in unused.items():
             if (value := getattr(pool, key)) != type(pool).model_fields[key].default:
-                yield f"pools.{name}.{key} = {value!r} counts nothing without {missing}"
+                yield f"pools.{name}.{key} = {value!r} counts nothing {why}"
 
 
 def _of_pace(settings: Config) -> Iterator[str]:

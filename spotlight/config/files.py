@@ -112,7 +112,9 @@ def _with_checkpoints(reward: RewardSection, base: Path, where: Place) -> Reward
     also = tuple(_with_checkpoints(table, base, where) for table in reward.also)
     named = FILES_IN_OPTIONS.get(reward.name, ())
     options = {
-        name: absolute(base, value) if name in named and isinstance(value, str) else value
+        name: _absolute(base, value, where, f"reward.options.{name}")
+        if name in named and isinstance(value, str)
+        else value
         for name, value in reward.options.items()
     }
     own = ":" in reward.name or ":" in str(reward.options.get("detector", ""))
@@ -127,12 +129,16 @@ def _with_paths(section: SectionT, base: Path, where: Place, name: str, *fields:
     for field in fields:
         path = getattr(section, field)
         if path and "://" not in path:
-            try:
-                paths[field] = absolute(base, path)
-            except SpotlightError as error:
-                place = where([*name.split("."), field])
-                raise SpotlightError(f"{place}: {name}.{field} = {error}") from None
+            paths[field] = _absolute(base, path, where, f"{name}.{field}")
     return section.model_copy(update=paths)
+
+
+def _absolute(base: Path, path: str, where: Place, name: str) -> str:
+    """As `absolute`, of a setting of this name."""
+    try:
+        return absolute(base, path)
+    except SpotlightError as error:
+        raise SpotlightError(f"{where(name.split('.'))}: {name} = {error}") from None
 
 
 def dump(config: Config) -> str:

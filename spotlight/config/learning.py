@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from spotlight.config.section import DAY_S, GUIDANCE_MAX, PX_MAX, WIDTH_MAX, Section, check_address, distinct
-from spotlight.files import OBJECT_SCHEMES, check_slashes, is_url, shown
+from spotlight.files import OBJECT_SCHEMES, check_slashes, from_home, is_url, shown
 from spotlight.records import STOCHASTIC, Policy, Sampler, SpotlightError
 
 SEED_MAX = 2**63 - 1
@@ -33,8 +33,9 @@ class RunSection(Section):
     iterations: int = Field(30, ge=1, le=1_000_000)
     """Rounds of rollout, reward and training."""
     dir: str = "runs"
-    """Where run directories are made: a path, relative to the working directory, or a URL in an object store, such as
-    ``s3://bucket/runs``. Keys come from the environment of the driver and of the workers."""
+    """Where run directories are made: a path, relative to the working directory or to your home directory (``~``), or a
+    URL in an object store, such as ``s3://bucket/runs``. Keys come from the environment of the driver and of the
+    workers."""
     shared: bool = False
     """Whether other users of the machine may look into the run directory, as far as the umask lets them."""
     validate_every: int = Field(10, ge=1, le=1_000_000)
@@ -50,6 +51,14 @@ class RunSection(Section):
     one, else the ones that sample."""
     report: bool = True
     """Whether ``report.html`` is written when the run ends; ``spotlight report`` writes it at any time."""
+
+    @field_validator("dir")
+    @classmethod
+    def _dir_may_be_in_a_home_directory(cls, place: str) -> str:
+        try:
+            return from_home(place)
+        except SpotlightError as error:
+            raise ValueError(f"run.dir = {error}") from None
 
     @model_validator(mode="after")
     def _name_is_of_a_directory(self) -> Self:

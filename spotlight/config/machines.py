@@ -77,7 +77,7 @@ class PoolSection(Section):
     """CSV file of a price that changes over time (`market.prices.read_prices`); relative to the settings file. Costs
     are then computed with it, and ``usd_per_h`` is only used to plan."""
     replace_after_s: float = Field(10.0, ge=0, le=MONTH_S)
-    """How long the pool waits before it replaces a lost worker."""
+    """How long the pool waits before it replaces a lost worker; along a trace, that says when."""
     workers_per_node: int = Field(8, ge=1, le=WIDTH_MAX)
     """Workers that share a machine, its memory and its links; gangs do not span machines."""
     notices: Annotated[tuple[str, ...], BeforeValidator(_a_list)] = ("sigterm",)

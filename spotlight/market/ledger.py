@@ -291,7 +291,7 @@ class Ledger:
     iterations: int = 0
     """Iterations finished."""
     samples: int = 0
-    """Samples kept and trained on."""
+    """Samples kept. Some may not be trained on (``train.seeds_used``, ``train.filter_groups``)."""
     points: float | None = None
     """Validation score gained, in hundredths; None where it was not measured twice."""
 

@@ -218,14 +218,16 @@ def _waits(layers: Mapping[str, _Layer], dependencies: Mapping[str, set[str]]) -
     """The dependencies, and what a run adds to them around training."""
     waits = {name: set(before) for name, before in dependencies.items()}
     above = _ancestors(dependencies)
-    for train in [name for name, layer in layers.items() if layer.phase == "train"]:
+    training = {name for name, layer in layers.items() if layer.phase == "train"}
+    first = {name for name in layers if not above[name] & training}  # what comes after a training waits for exploration
+    for train in training:
         beside = {
             name
             for name, layer in layers.items()
             if layer.phase in BESIDE and name not in above[train] and train not in above[name]
         }
         for name in beside:
-            waits[name] |= {before for before in above[train] if "spot" in layers[before].lanes}
+            waits[name] |= {before for before in above[train] & first if "spot" in layers[before].lanes}
         for name in layers:
             if train in dependencies[name]:
                 waits[name] |= beside

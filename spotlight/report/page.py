@@ -35,7 +35,7 @@ from spotlight.store.rundir import RunDir
 METRICS = {
     "reward_mean": "reward of the iteration's samples",
     "reward_std": "their spread: what the advantage lives on",
-    "explored_reward_mean": "reward of all seeds tried, drawn with weights one version old",
+    "explored_reward_mean": "reward of all seeds tried",
     "explored_reward_std": "their spread",
     "rank_correlation": "Spearman, explored against regenerated rewards: does stale ranking hold? 1 is perfect, as "
     "where iteration 0 was explored with its own weights",

@@ -46,7 +46,7 @@ def reward_plot(facts: Facts) -> Plot:
             plot.varea(list(band.index), band["low"], band["high"], color=colour, alpha=0.12, legend_label="± std")
         _hoverable_line(plot, reward, colour, "trained samples")
     if explored is not None:
-        _hoverable_line(plot, explored, PHASE_COLOURS["explore"], "explored seeds (stale weights)", dash="dashed")
+        _hoverable_line(plot, explored, PHASE_COLOURS["explore"], "explored seeds", dash="dashed")
     if facts.validation:
         scores = pd.Series({line.version: line.score for line in facts.validation})
         _hoverable_line(plot, scores, INK, "validation", width=1, marker="diamond", size=13)

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from operator import attrgetter
 from queue import SimpleQueue
 from threading import Thread
 from time import monotonic
@@ -43,8 +44,15 @@ class Point:
 
     step: int
     """The iteration; for a validation, the weights version."""
+    validates: bool
+    """Whether it is a validation, which comes before the iteration of its number."""
     at_s: float
     values: Mapping[str, float]
+
+    @property
+    def order(self) -> int:
+        """A number that no other point of the run has, and that rises in the order in which they are measured."""
+        return 2 * self.step + (not self.validates)
 
 
 class Tracker(Protocol):
@@ -65,7 +73,7 @@ class Tracking:
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
         self._sizes = (0, 0)
-        self._logged: set[tuple[str, int]] = set()
+        self._logged: set[int] = set()
         self._threads = [_Thread(name, partial(TRACKERS[name], run, config)) for name in check(config)]
 
     def follow(self) -> None:
@@ -76,10 +84,9 @@ class Tracking:
         if sizes == self._sizes:
             return
         self._sizes = sizes
-        new = [*map(_iteration, self._run.history()), *map(_validation, self._run.validation())]
-        points = [point for kind, point in new if (kind, point.step) not in self._logged]
-        points.sort(key=lambda point: (point.step, point.at_s))
-        self._logged.update((kind, point.step) for kind, point in new)
+        found = [*map(_iteration, self._run.history()), *map(_validation, self._run.validation())]
+        points = sorted((point for point in found if point.order not in self._logged), key=attrgetter("order"))
+        self._logged.update(point.order for point in points)
         for thread in self._threads:
             thread.told.put(points)
 
@@ -135,14 +142,15 @@ def check(config: Config) -> list[str]:
     return found
 
 
-def _iteration(row: HistoryRow) -> tuple[str, Point]:
+def _iteration(row: HistoryRow) -> Point:
     values = {**row.metrics, **{name: row.measured[name] for name in row.measured if not name.startswith(HIDDEN)}}
-    return "iteration", Point(step=row.iteration, at_s=row.measured.get("stopped_s", 0.0), values=values)
+    at_s = row.measured.get("stopped_s", 0.0)
+    return Point(step=row.iteration, validates=False, at_s=at_s, values=values)
 
 
-def _validation(row: ValidationRow) -> tuple[str, Point]:
+def _validation(row: ValidationRow) -> Point:
     values = {"validation_score": row.score, **{f"validation_{name}": mean for name, mean in row.metrics.items()}}
-    return "validation", Point(step=row.version, at_s=row.at_s, values=values)
+    return Point(step=row.version, validates=True, at_s=row.at_s, values=values)
 
 
 class TensorBoard:
@@ -172,15 +180,18 @@ class TensorBoard:
 
 
 class Wandb:
-    """One run of W&B for each of ours, resumed with it; it drops steps that it has already.
+    """One run of W&B for each of ours, resumed with it.
 
+    A resumed run takes only steps beyond its last one, so each point has a step of its own; charts go by `STEP`.
     Without a key, W&B would ask for one in the terminal: then it writes into the run directory, for ``wandb sync``.
     """
+
+    STEP = "iteration"
 
     def __init__(self, run: RunDir, config: Config) -> None:
         import wandb
 
-        online = _has_wandb_key()
+        online = _has_wandb_key(wandb)
         if not online:
             logger.warning(
                 "W&B has no key (WANDB_API_KEY, or `wandb login`): its files are kept in %s, for `wandb sync`", run.path
@@ -188,30 +199,33 @@ class Wandb:
         self._run = wandb.init(
             **({} if online else {"mode": "offline"}),
             project=config.tracking.project,
-            id=_plain(run.name),
+            id=_plain(run.own_name),
             name=run.name,
             resume="allow",
             dir=str(run.path),
             config=config.model_dump(mode="json"),
         )
+        self._run.define_metric("*", step_metric=self.STEP)
 
     def log(self, points: Sequence[Point]) -> None:
         for point in points:
-            self._run.log(dict(point.values), step=point.step)
+            if point.order >= self._run.starting_step:
+                self._run.log({self.STEP: point.step, **point.values}, step=point.order)
 
     def close(self, ended: Ended) -> None:
         self._run.finish(exit_code=int(ended != "finished"))
 
 
-def _has_wandb_key() -> bool:
-    """Whether W&B need not ask for a key; also if it is told to stay offline."""
+def _has_wandb_key(wandb: Any) -> bool:
+    """Whether W&B need not ask for a key; also if it is told to stay offline. It knows its server, which the variable
+    WANDB_BASE_URL or `wandb login --host` may have set."""
     if any(os.environ.get(name) for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
     try:
         hosts = netrc.netrc(os.environ.get("NETRC")).hosts
     except (OSError, netrc.NetrcParseError):
         return False
-    return urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname in hosts
+    return urlsplit(wandb.setup().settings.base_url).hostname in hosts
 
 
 def _plain(name: str) -> str:
@@ -220,7 +234,7 @@ def _plain(name: str) -> str:
 
 
 class MLflow:
-    """One run of MLflow for each of ours, found again by its tag; a point that is logged again is the same point."""
+    """One run of MLflow for each of ours, found again by its tag."""
 
     TAG = "spotlight.run"
     BATCH = 1000
@@ -229,12 +243,14 @@ class MLflow:
     def __init__(self, run: RunDir, config: Config) -> None:
         import mlflow
 
-        self._client, project, name = mlflow.MlflowClient(), config.tracking.project, _plain(run.name)
+        self._client, project, name = mlflow.MlflowClient(), config.tracking.project, _plain(run.own_name)
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         found = self._client.search_runs([number], filter_string=f"tags.`{self.TAG}` = '{name}'")
         made = found[0] if found else self._client.create_run(number, run_name=run.name, tags={self.TAG: name})
-        self._id = made.info.run_id
+        self._id, self._is_resumed = made.info.run_id, bool(found)
+        self._known: dict[str, set[int]] = {}
+        """{metric: the steps that it had before this session}; a store of files would keep a step twice."""
         if found:
             self._client.update_run(self._id, status="RUNNING")
 
@@ -245,9 +261,16 @@ class MLflow:
             Metric(name, value, int(1000 * point.at_s), point.step)
             for point in points
             for name, value in point.values.items()
+            if point.step not in self._known_steps(name)
         ]
         for first in range(0, len(metrics), self.BATCH):
             self._client.log_batch(self._id, metrics=metrics[first : first + self.BATCH])
+
+    def _known_steps(self, name: str) -> set[int]:
+        if name not in self._known:
+            known = self._client.get_metric_history(self._id, name) if self._is_resumed else ()
+            self._known[name] = {metric.step for metric in known}
+        return self._known[name]
 
     STATUS: Mapping[Ended, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 

@@ -61,7 +61,7 @@ class Accounts:
         """{spot worker: (when its earliest span began, index of that span)}"""
         self._history = run.growing(HISTORY, HistoryRow)
         self._samples: dict[int, float] = {}
-        """{finished iteration: samples that it was trained on}"""
+        """{finished iteration: samples that it kept}"""
         self._broken: dict[str, float] = {}
         self._recoveries: list[tuple[float, float]] = []
         self._pauses: list[tuple[float, float]] = []
@@ -469,7 +469,7 @@ def run_ledger(
 
 
 def samples_done(history: Iterable[HistoryRow]) -> dict[int, float]:
-    """How many samples each finished iteration was trained on; one that was run again counts once."""
+    """How many samples each finished iteration kept; one that was run again counts once."""
     counts = {row.iteration: row.metrics.get("samples", 0.0) for row in history}
     return {iteration: count if isfinite(count) else 0.0 for iteration, count in counts.items()}
 

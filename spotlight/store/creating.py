@@ -156,7 +156,7 @@ def _create(place: str, settings: config.Config, *, anew: bool = True, simulated
         path.mkdir(mode=0o777 if settings.run.shared else 0o700)
         if not simulated:
             _check_file_system(run)
-        if settings.latents.url and not run.is_remote:
+        if (settings.latents.url or set(settings.tracking.to) - {"tensorboard"}) and not run.is_remote:
             run.objects.put(STARTED, started)
         data = _keep_prompts(run, settings.data, train, validation)
         pools = _with_prices(settings.pools, {name: _keep_prices(run, name, prices[name]) for name in prices})

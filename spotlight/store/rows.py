@@ -32,10 +32,12 @@ FOLDERS = (
     *("beliefs", "images", "latents", "offload", "prices", "prompts"),
     *(ASIDE, "selections", "updates", "weights"),
 )
+OF_TRACKERS = ("wandb",)
+"""Folders that a tracker fills, with links that lead out of the run; nothing in them is read."""
 JOURNALS = (HISTORY, VALIDATION, SPANS, WORKERS, EVENTS, DECISIONS, QUARANTINED)
 STARTED = "started.json"
 """A `Started`, which tells a run from others of its name. At a URL it is written first, so that a name has one run; in
-a directory it is there only if latents are kept elsewhere."""
+a directory it is there only if latents, or what a tracker is told, are kept elsewhere."""
 
 
 @record
@@ -55,7 +57,8 @@ class Started:
     by: str
     """Digits that no other run has."""
     latents: str = ""
-    """Name of its folder below ``latents.url``; empty in older runs, whose folder has the run's name."""
+    """Name of its folder below ``latents.url``, and for trackers; empty in older runs, of which both have the run's
+    name."""
 
 
 @record

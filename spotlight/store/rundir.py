@@ -43,6 +43,7 @@ from spotlight.store.rows import (
     HISTORY,
     JOURNALS,
     MODEL,
+    OF_TRACKERS,
     PROMPTS,
     QUARANTINED,
     SIMULATED,
@@ -244,11 +245,14 @@ class RunDir:
     def latents_url(self) -> str:
         """Where this run's latents are: with it, or below the configured URL in a folder that no other run has."""
         url = self.config().latents.url
-        if not url:
-            return f"{self.url}/latents"
+        return f"{url.rstrip('/')}/{self.own_name}" if url else f"{self.url}/latents"
+
+    @property
+    def own_name(self) -> str:
+        """The name of what is kept of it elsewhere, which no other run has; in older runs, that of its directory."""
         content = self.objects.get(STARTED)
         started = from_json(Started, content, self.objects.where(STARTED), "restore it") if content else None
-        return f"{url.rstrip('/')}/{(started and started.latents) or self.name}"
+        return (started and started.latents) or self.name
 
     @property
     def simulated(self) -> Literal["", "modelled", "real"]:
@@ -563,7 +567,8 @@ def _forbidden_entries(directory: Path, root: Path) -> Iterator[str]:
             elif not target.exists():
                 yield f"{entry.path}: is a link to nothing: put there what it linked to, or delete it"
         elif entry.is_dir():
-            yield from _forbidden_entries(Path(entry.path), root)
+            if not (directory == root and entry.name in OF_TRACKERS):
+                yield from _forbidden_entries(Path(entry.path), root)
         elif not (entry.is_file(follow_symlinks=False) or not os.path.lexists(entry.path)):
             yield f"{entry.path}: is a named pipe, a socket or a device, which no run writes: delete it"
 
