@@ -115,6 +115,16 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             live.close()
 
 
+@pytest.mark.parametrize("link", ["/user/{NOT_SET_HERE}/proxy/{port}/status", "{host", "{}"])
+def test_a_link_to_the_dashboard_that_cannot_be_made_here_is_dasks_own(live: Live, link: str) -> None:
+    """As that for a JupyterHub, which sets its variables in notebooks alone."""
+    with dask.config.set({"distributed.dashboard.link": link}):
+        made = live.pools.dashboard
+
+    assert made == live.pools.dashboard
+    assert made.startswith("http://127.0.0.1:")
+
+
 def test_workers_know_the_keys_that_the_driver_got_after_the_first_ones_began(live: Live) -> None:
     known = live.pools.client.run(os.environ.get, "AWS_ACCESS_KEY_ID")
 
