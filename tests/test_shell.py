@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -343,6 +344,20 @@ def test_a_reader_that_is_gone_ends_a_verb_quietly() -> None:
 
     assert said == ""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_command_in_a_directory_that_is_gone_says_so(tmp_path: Path) -> None:
+    settings, here = settings_file(tmp_path), tmp_path / "here"
+    here.mkdir()
+    command = 'rmdir ../here; exec "$0" -m spotlight run "$1"'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, settings], cwd=here, env=environment, capture_output=True, text=True
+    )
+
+    assert done.returncode == 1
+    assert done.stderr == "spotlight: the directory in which this command began is gone: change to another (`cd`)\n"
 
 
 @pytest.mark.parametrize(("where", "status"), [(">/dev/full", 1), (">&-", 0), (">&- 2>&-", 0)])
