@@ -235,6 +235,24 @@ def test_a_place_that_is_closed_starts_no_more_workers_though_its_clean_up_fails
     assert len(starts) == 1
 
 
+def test_the_fork_server_finds_modules_where_its_program_does(tmp_path: Path) -> None:
+    """As where a script put a checkout into sys.path that is not installed: no worker could start."""
+    for package in ("spotlight", "graphs", "cluster"):
+        (tmp_path / package).symlink_to(ROOT / package)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from cluster.worker.process import made_by_own_fork_server, own_fork_server
+said = "import sys; print(sys.modules['cluster.worker.preload'].__file__)"
+process = own_fork_server().Process(target=exec, args=(said,))
+made_by_own_fork_server(process)
+process.join()
+"""
+    said = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, timeout=WAIT_S)
+
+    assert said.stdout == f"{tmp_path}/cluster/worker/preload.py\n"
+
+
 def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Path) -> None:
     settings = {"distributed.comm.timeouts.connect": "a while"}
     spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
