@@ -23,10 +23,10 @@ TOLD_USUAL, TOLD_MAX = 1_000_000, 10_000_000
 """References to gradients in one graph: to build it takes some 6 s for each million."""
 IMAGES_USUAL, IMAGES_MAX = 100_000, 1_000_000
 """Images in one iteration: the planner keeps a number, and the store a file, of each."""
-WORKER_PROCESSES = 2
-"""The worker, and the engine that owns its device."""
-DRIVER_PROCESSES = 3
-"""The driver, its fork server and its resource tracker."""
+WORKER_THREADS = 11
+"""Of the worker (4), and of the engine that owns its device, with one for torch (7): measured, as the next is."""
+DRIVER_THREADS = 50
+"""Of the driver, most of them Dask's, and of its fork server, resource tracker and janitor."""
 DRIVER_FILES, WORKER_FILES = 80, 8
 """Open files of the driver: its own, and for each worker its connections and pipes."""
 WORKER_BYTES = 400e6
@@ -180,10 +180,9 @@ def _images(config: Config, validation_prompts: int, machine: Machine) -> Iterat
 def _processes(config: Config, machine: Machine) -> Iterator[Demand]:
     """Demands of workers on this machine; workers elsewhere only need connections."""
     workers = _workers(config)
-    nodes = sum(ceil(pool.workers / pool.workers_per_node) for _, pool in config.pools)
     yield Demand(
-        what="processes",
-        asked=DRIVER_PROCESSES + nodes + WORKER_PROCESSES * workers,
+        what="threads, each of which counts as a process",
+        asked=DRIVER_THREADS + WORKER_THREADS * workers,
         usual=machine.processes / 2,
         limit=machine.processes,
         why=f"this user may have {machine.processes:,.0f} here (ulimit -u, or the control group's pids.max)",

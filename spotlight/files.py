@@ -4,6 +4,7 @@ addresses."""
 from __future__ import annotations
 
 import operator
+import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -89,6 +90,20 @@ def whole(value: object, name: str) -> int:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise SpotlightError(f"{name} = {shown(value)}: give a whole number") from None
+
+
+def home() -> Path:
+    """This user's home directory.
+
+    Raises:
+        SpotlightError: the system knows of none.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise SpotlightError(
+            f"this system knows of no home directory of user {os.getuid()}: set HOME to a directory of yours"
+        ) from None
 
 
 def from_home(path: str) -> str:

@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that has no "×" shows a question mark
     try:
+        _check_directory()
         parsed.verb(parsed)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # Rich raises the latter
@@ -91,6 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
         return _explain(error, told=parsed.debug)
     return 0
+
+
+def _check_directory() -> None:
+    """
+    Raises:
+        SpotlightError: the directory where we are is gone; no path below it has a name, and torch cannot be loaded.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise SpotlightError("the directory in which this command began is gone: change to another (`cd`)") from None
 
 
 def _print_no_more() -> None:

@@ -36,7 +36,7 @@ def refused(directory: Path, machine: Machine, *overrides: str) -> list[str]:
         ),
         ("strategy.widths=[1, 2, 1024]", []),
         ("run.validation_seeds=4096", []),
-        ("pools.spot.workers=100000", ["212,5", "processes, and this user may have 100,000", "pools.spot.workers"]),
+        ("pools.spot.workers=100000", ["1,100,0", "threads", "and this user may have 100,000", "pools.spot.workers"]),
     ],
 )
 def test_what_a_large_machine_cannot_do_is_refused_with_the_number_and_the_setting(
@@ -62,7 +62,7 @@ def test_training_counts_too(tmp_path: Path) -> None:
     ("machine", "says"),
     [
         (Machine(open_files=40, processes=1e5, memory_bytes=1e12), "104 open files of the driver, and a process may"),
-        (Machine(open_files=1e6, processes=5, memory_bytes=1e12), "11 processes, and this user may have 5 here"),
+        (Machine(open_files=1e6, processes=76, memory_bytes=1e12), "83 threads, each of which counts as a process"),
         (Machine(open_files=1e6, processes=1e5, memory_bytes=1e8), "bytes of memory for the workers, and this machine"),
         (Machine(open_files=1e6, processes=1e5, memory_bytes=1e3), "bytes for the images of one request, its largest"),
     ],
@@ -83,7 +83,7 @@ def test_workers_on_other_machines_take_nothing_of_this_one_but_connections(
 
     monkeypatch.setattr("spotlight.demands.this_machine", lambda: job)
     many = config.load(settings_file(tmp_path), ["pools.spot.workers=200"])
-    with pytest.raises(SpotlightError, match="ask for 431 processes"):
+    with pytest.raises(SpotlightError, match="ask for 2,261 threads"):
         check_inputs(many, with_model=False)
     check_inputs(many, with_model=False, joins=True)
     assert caplog.messages == []

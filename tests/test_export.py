@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -252,6 +253,18 @@ def test_a_merge_that_lost_what_was_trained_is_refused(
         export_weights(run_dir, tmp_path / "merged", merged=True)
 
     assert [path.name for path in tmp_path.iterdir()] == [run_dir.name]
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_who_may_look_into_an_export_may_read_its_weights(pipeline: Path, tmp_path: Path, merged: bool) -> None:
+    run_dir = make_run(pipeline, tmp_path)
+    before = os.umask(0o022)
+    try:
+        to = export_weights(run_dir, tmp_path / "weights", merged=merged)
+    finally:
+        os.umask(before)
+
+    assert {oct(file.stat().st_mode & 0o777) for file in to.iterdir()} == {"0o644"}
 
 
 def test_exporting_does_not_overwrite(pipeline: Path, tmp_path: Path) -> None:

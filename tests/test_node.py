@@ -569,6 +569,21 @@ def test_a_node_is_in_memory_if_that_is_large_enough(tmp_path: Path, monkeypatch
     assert huge.parent == Path(tempfile.gettempdir())
 
 
+def test_a_node_is_not_in_memory_that_this_user_may_not_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o555)
+        monkeypatch.setattr("spotlight.store.node.SHARED_MEMORY", Path(name))
+        user = os.getuid()
+        if user == 0:  # who may write anywhere
+            os.setresuid(65534, 65534, 0)
+        try:
+            root = shared_root("a-test")
+        finally:
+            os.setresuid(user, user, user)
+
+    assert root.parent == Path(tempfile.gettempdir())
+
+
 def test_the_next_run_frees_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spotlight.store.node.SHARED_MEMORY", tmp_path)
     used, left = Node(shared_root("used")), Node(shared_root("left"))

@@ -115,6 +115,16 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             live.close()
 
 
+@pytest.mark.parametrize("link", ["/user/{NOT_SET_HERE}/proxy/{port}/status", "{host", "{}"])
+def test_a_link_to_the_dashboard_that_cannot_be_made_here_is_dasks_own(live: Live, link: str) -> None:
+    """As that for a JupyterHub, which sets its variables in notebooks alone."""
+    with dask.config.set({"distributed.dashboard.link": link}):
+        made = live.pools.dashboard
+
+    assert made == live.pools.dashboard
+    assert made.startswith("http://127.0.0.1:")
+
+
 def test_workers_know_the_keys_that_the_driver_got_after_the_first_ones_began(live: Live) -> None:
     known = live.pools.client.run(os.environ.get, "AWS_ACCESS_KEY_ID")
 
@@ -223,6 +233,24 @@ def test_a_place_that_is_closed_starts_no_more_workers_though_its_clean_up_fails
     asyncio.run(live())
 
     assert len(starts) == 1
+
+
+def test_the_fork_server_finds_modules_where_its_program_does(tmp_path: Path) -> None:
+    """As where a script put a checkout into sys.path that is not installed: no worker could start."""
+    for package in ("spotlight", "graphs", "cluster"):
+        (tmp_path / package).symlink_to(ROOT / package)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from cluster.worker.process import made_by_own_fork_server, own_fork_server
+said = "import sys; print(sys.modules['cluster.worker.preload'].__file__)"
+process = own_fork_server().Process(target=exec, args=(said,))
+made_by_own_fork_server(process)
+process.join()
+"""
+    said = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, timeout=WAIT_S)
+
+    assert said.stdout == f"{tmp_path}/cluster/worker/preload.py\n"
 
 
 def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from rich.console import Console
 
 import spotlight
+from cluster.dashboard.plugin import prepare
 from runs import ROOT, settings_file, start, wait_for
 from spotlight import run as running
 from spotlight import shell
@@ -343,6 +345,34 @@ def test_a_reader_that_is_gone_ends_a_verb_quietly() -> None:
 
     assert said == ""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_command_in_a_directory_that_is_gone_says_so(tmp_path: Path) -> None:
+    settings, here = settings_file(tmp_path), tmp_path / "here"
+    here.mkdir()
+    command = 'rmdir ../here; exec "$0" -m spotlight run "$1"'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, settings], cwd=here, env=environment, capture_output=True, text=True
+    )
+
+    assert done.returncode == 1
+    assert done.stderr == "spotlight: the directory in which this command began is gone: change to another (`cd`)\n"
+
+
+def test_who_has_no_home_directory_is_asked_for_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a user of a container that has a number alone; bokeh, which draws the page, wants to know it, too."""
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    for name in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    assert main(["status", "memory://bucket/run"]) == 1
+    assert "set HOME to a directory" in capsys.readouterr().err
+    with pytest.raises(SpotlightError, match="set HOME to a directory"):
+        prepare()
 
 
 @pytest.mark.parametrize(("where", "status"), [(">/dev/full", 1), (">&-", 0), (">&- 2>&-", 0)])

@@ -18,6 +18,7 @@ from distributed import Scheduler, SchedulerPlugin
 from cluster.dashboard.facts import Facts, Row
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.scheduler.plugin import DispatchPlugin, for_its_driver
+from spotlight.files import home
 
 PAGE = "spotlight"
 ROWS = "spotlight_page"
@@ -32,6 +33,7 @@ def prepare() -> None:
 
     Only then do they list its plots in ``/individual-plots.json``, where dask-labextension finds them.
     """
+    home()  # bokeh asks for it when it is imported
     from distributed.dashboard.scheduler import applications
 
     applications.update(pages())

@@ -52,6 +52,8 @@ DASK_SETTINGS = {
     "distributed.admin.system-monitor.log-length": 600,  # five minutes
     "distributed.admin.tick.limit": "1h",  # a busy laptop is not worth a warning every few seconds
 }
+DASHBOARD_LINK = "{scheme}://{host}:{port}/status"
+"""Dask's default."""
 RETRY_S = 0.5
 HAND_OUT_ATTEMPTS = 5
 """A worker may die while the plugin is sent to it; it is not asked again."""
@@ -211,8 +213,12 @@ class RunCluster:
 
     @property
     def dashboard(self) -> str:
-        """Address of Dask's dashboard."""
-        return str(self.client.dashboard_link)
+        """Address of Dask's dashboard; without a proxy if the user's link to it needs variables that are not set."""
+        try:
+            return str(self.client.dashboard_link)
+        except (LookupError, ValueError):
+            with dask.config.set({"distributed.dashboard.link": DASHBOARD_LINK}):
+                return str(self.client.dashboard_link)
 
     def status(self) -> dict[str, Any]:
         """

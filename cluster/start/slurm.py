@@ -35,6 +35,7 @@ from cluster.certificate import certificate, write
 from cluster.scheduler.scheduler import LeanScheduler
 from cluster.start import janitor
 from spotlight.config import Config, PoolSection
+from spotlight.files import home
 from spotlight.records import SpotlightError
 
 logger = logging.getLogger("spotlight.slurm")
@@ -491,17 +492,17 @@ def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     machine that failed are removed now.
     """
     security = certificate()
-    home = Path.home() / ".spotlight"
+    folder = home() / ".spotlight"
     try:
-        home.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise SpotlightError(
-            f"{home} cannot be made ({error.strerror}): the run's certificate lies there for the workers' jobs while "
+            f"{folder} cannot be made ({error.strerror}): the run's certificate lies there for the workers' jobs while "
             "it goes on: set HOME to a directory of yours that all nodes see"
         ) from None
     prefix = job_name(run_dir, "tls-")
-    for left in home.glob(f"{glob.escape(prefix)}*"):
+    for left in folder.glob(f"{glob.escape(prefix)}*"):
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as directory, janitor.registered("folder", directory):
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as directory, janitor.registered("folder", directory):
         cert, key = map(str, write(Path(directory), security))
         yield security, Security(require_encryption=True, tls_ca_file=cert, tls_worker_cert=cert, tls_worker_key=key)

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -119,13 +119,27 @@ def _have_it_end_with_this_process() -> None:
         resource_tracker.ensure_running()  # first, because it unblocks SIGINT
         before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_OTHERS)
         try:
-            forkserver.ensure_running()
+            with _told_where_we_find_modules():
+                forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         pid = own_fork_server_pid()
         if pid not in _begun:
             _begun.append(pid)
         janitor.register("process", f"{pid} {began(pid)}")
+
+
+@contextlib.contextmanager
+def _told_where_we_find_modules() -> Iterator[None]:
+    """Hand ``sys.path`` on to a fork server that is started inside, which Python 3.11 does not."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if os.pathsep not in path)
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def own_fork_server_pid() -> int:

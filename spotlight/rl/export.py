@@ -98,6 +98,8 @@ def export_weights(
                     f"takes {lost / effect:.0%} of what was trained, so it was deleted: export the LoRA itself, "
                     "without --merged"
                 )
+        for file in unchecked.iterdir():  # safetensors lets nobody else read what it writes
+            file.chmod(unchecked.stat().st_mode & 0o666)
         unchecked.replace(to)
     return to
 

@@ -41,7 +41,8 @@ class Scratch:
     def __init__(self, *, sockets: bool = False) -> None:
         prefix = f"{PREFIX}scratch-{os.getpid()}-"
         longest = Path(tempfile.gettempdir()) / f"{prefix}12345678" / "listener-12345678"
-        moved = sockets and SHARED_MEMORY.is_dir() and len(os.fsencode(longest)) > SOCKET_BYTES
+        is_long = len(os.fsencode(longest)) > SOCKET_BYTES
+        moved = sockets and is_long and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY if moved else None))
         self._descriptor = hold(self.path)
 

@@ -296,7 +296,8 @@ class Node:
 
 
 def shared_root(name: str, *, size_bytes: int = 0) -> Path:
-    """The directory that the processes of a node share: in memory, or on disk if memory is too small.
+    """The directory that the processes of a node share: in memory, or on disk if memory is too small, or not this
+    user's to write to, as in some containers.
 
     What killed runs left behind is removed first.
 
@@ -304,7 +305,8 @@ def shared_root(name: str, *, size_bytes: int = 0) -> Path:
         name: of the run, and of the node if several are emulated on one machine.
         size_bytes: about what the node will hold.
     """
-    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).total >= size_bytes
+    may_write = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
+    in_memory = may_write and shutil.disk_usage(SHARED_MEMORY).total >= size_bytes
     parent = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
     for root in _roots(parent):
         with suppress(SpotlightError):  # another user's: of no concern here

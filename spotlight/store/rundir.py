@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from spotlight import config
 from spotlight.clock import wall_clock
-from spotlight.files import check_slashes, is_text, is_url, whole
+from spotlight.files import check_slashes, home, is_text, is_url, whole
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
@@ -510,7 +510,7 @@ def files_of(place: str | Path) -> Path:
     url = str(place)
     if not is_url(url):
         return Path(url.removeprefix("file://"))
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    state = os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state"
     url = url.rstrip("/")
     return Path(state).resolve() / "spotlight" / sha256(url.encode()).hexdigest()[:12] / url.rpartition("/")[2]
 
