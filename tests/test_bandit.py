@@ -26,8 +26,9 @@ from spotlight.plan.bandit import (
     rank_correlation,
     rounds_of,
 )
-from spotlight.plan.beliefs import FADING, FORGOTTEN_AFTER, Arm, Beliefs, learn
+from spotlight.plan.beliefs import FADING, FORGOTTEN_AFTER, GRID_N, Arm, Beliefs, learn
 from spotlight.plan.subset import max_variance_subset, most_varied
+from spotlight.plan.worlds import imagine
 
 rewards_of_any_kind = st.one_of(
     st.lists(st.floats(0, 1), min_size=1, max_size=9),
@@ -577,6 +578,29 @@ def test_of_the_explored_prompts_those_that_vary_most_are_expected_to_be_rolled_
     curve = captured(learn(Beliefs(), 0, rare | coins), prompts=4, groups=2)
 
     assert curve[-1] == pytest.approx(captured(learn(Beliefs(), 0, coins), prompts=4, groups=2)[-1], rel=0.1)
+
+
+@given(
+    scored=st.lists(st.lists(st.sampled_from(GRID_N.tolist()), max_size=9), min_size=1, max_size=3),
+    pending=st.integers(0, 5),
+    keep=st.integers(2, 6),
+    node=st.integers(0, len(GRID_N) - 1),
+)
+def test_where_new_rewards_are_sure_the_variance_imagined_is_that_of_the_best_subset(
+    scored: list[list[float]], pending: int, keep: int, node: int
+) -> None:
+    arms = [Arm(prompt=p, rewards=tuple(rewards), pending=pending * p) for p, rewards in enumerate(scored)]
+    sure_PKN, one_kind_PK = np.zeros((len(arms), 1, len(GRID_N))), np.ones((len(arms), 1))
+    sure_PKN[..., node] = 1.0
+
+    imagined_PWJ = imagine(arms, sure_PKN, one_kind_PK, 3, 2, keep, seed=0)
+
+    for arm, imagined_WJ in zip(arms, imagined_PWJ, strict=True):
+        for chunks in range(4):
+            new = max(arm.pending + 2 * chunks, keep - len(arm.rewards))
+            rewards = np.array([*arm.rewards, *[GRID_N[node]] * new])
+            best = np.var(rewards[max_variance_subset(rewards, keep)])
+            assert imagined_WJ[:, chunks] == pytest.approx(best, abs=1e-6)  # in single precision
 
 
 def test_half_the_fidelity_is_expected_to_gain_a_quarter() -> None:
