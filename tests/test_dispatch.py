@@ -155,6 +155,7 @@ def test_a_gang_is_launched_as_a_whole_on_one_node() -> None:
         (0, 2, 1),
         (1, 2, 1),
     ]
+    assert [event["workers"] for event in cluster.dispatch.drain().events if event["event"] == "formed"] == [["b", "c"]]
 
 
 def test_when_a_member_is_lost_the_others_are_called_off_and_kept_for_the_next_forming() -> None:
@@ -182,6 +183,27 @@ def test_a_worker_under_notice_gets_no_more_work() -> None:
 
     assert launched(cluster.decide()) == {}
     assert cluster.dispatch.state.snapshot().leaving == {"a"}
+
+
+def test_each_life_is_reported_when_it_begins_and_when_it_ends() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+
+    reported = [cluster.dispatch.drain().workers for _ in range(2)]
+    cluster.lose("a")
+    reported.append(cluster.dispatch.drain().workers)
+
+    assert [[life.left_s for life in lives.values()] for lives in reported] == [[None], [], [0.0]]
+
+
+def test_a_notice_that_comes_twice_is_taken_down_once() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+
+    for _ in range(2):
+        cluster.tell(WorkerNoticed(at_s=0.0, address="tcp://a", reason="spot"))
+
+    assert [event["event"] for event in cluster.dispatch.drain().events].count("notice") == 1
 
 
 def test_a_worker_that_takes_no_tasks_gets_none_until_it_does() -> None:
@@ -293,6 +315,20 @@ def test_a_worker_that_lost_engines_in_a_row_rests_ever_longer_until_it_gets_som
 
     assert not any(isinstance(order, Wake) for order in engine_lost(cluster, "a", ("rollout", 0)))
     assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"]}
+
+
+def test_a_worker_may_leave_while_it_rests() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1)
+    for _ in range(2):
+        cluster.decide()
+        engine_lost(cluster, "a", ("rollout", 0))
+
+    cluster.lose("a")
+    cluster.join("b")
+
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://b"]}
 
 
 def test_a_request_at_which_the_only_worker_loses_its_engine_is_set_aside() -> None:
@@ -752,6 +788,17 @@ def test_a_worker_is_ended_after_the_limit_of_silence(silent_s: float, ended: bo
 
     assert [type(i) for i in first] == ([Evict] if ended else [])
     assert second == []  # it is being ended
+
+
+def test_a_worker_that_was_ended_for_its_silence_is_lost_even_if_it_leaves_in_order() -> None:
+    cluster = Cluster(hang_after_s=5.0)
+    cluster.join("a")
+    cluster.tell(WorkerSilent(at_s=9.0, address="tcp://a", silent_s=5.1))
+
+    cluster.tell(WorkerLeft(at_s=9.0, address="tcp://a", expected=True))
+
+    (life,) = cluster.dispatch.drain().workers.values()
+    assert life.reason == "lost"
 
 
 def test_the_worker_beside_the_scheduler_is_never_ended_for_its_silence() -> None:
