@@ -44,7 +44,7 @@ from cluster.dispatch.events import (
     one_by_one,
     row,
 )
-from cluster.dispatch.request_state import SCORING
+from cluster.dispatch.request_state import SCORING, RequestState
 from cluster.dispatch.rules import Rules
 from cluster.dispatch.state import ENGINES_MIN, ENOUGH_LOSSES
 from spotlight.records import Surplus
@@ -124,6 +124,59 @@ def test_what_was_done_was_done_between_its_launch_and_now(
 
     (span,) = cluster.dispatch.drain().spans
     assert (span.start_s, span.stop_s) == taken_down
+
+
+def test_steps_that_were_lost_and_steps_that_were_repeated_are_told_of_each_worker() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout", 1)
+
+    def run(name: str, epoch: int, *beats: tuple[float, int]) -> None:
+        """Launched a second from now, it resumes at the first step, commits the others, and is lost 7 s from now."""
+        began_s = cluster.now_s
+        cluster.join(name)
+        cluster.decide()
+        for after_s, step in beats:
+            resumed = (after_s, step) == beats[0]
+            at_s = began_s + after_s
+            cluster.tell(GangBeat(at_s=at_s, gang="rollout/0", epoch=epoch, step=step, steps=9, resumed=resumed))
+        cluster.now_s = began_s + 7.0
+        cluster.lose(name, ("rollout", 0))
+
+    run("a", 1, (1.5, 0), (3.0, 1), (5.0, 2))
+    run("b", 2, (1.5, 1), (3.0, 2), (4.0, 3))
+    run("c", 3, (1.5, 3))
+
+    spans = cluster.dispatch.drain().spans
+    assert [(span.uncommitted_s, span.redone_s) for span in spans] == [(2.0, 0.0), (3.0, 2.0), (6.0, 0.0)]
+
+
+def test_a_gang_that_was_just_formed_has_done_no_step() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1)
+    cluster.decide()
+    cluster.tell(GangBeat(at_s=1.0, gang="rollout/0", epoch=1, step=5, steps=9, resumed=False))
+    cluster.lose("a", ("rollout", 0))
+    cluster.join("b")
+
+    cluster.decide()
+
+    assert cluster.dispatch.state.step("rollout/0") == 0
+
+
+def test_a_gang_widens_by_the_pace_of_the_steps_that_it_did_itself() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1, shards=2, widths=(1, 2))
+    cluster.decide()
+    cluster.join("b")
+    cluster.tell(GangBeat(at_s=1.0, gang="rollout/0", epoch=1, step=8, steps=10, resumed=True))
+    cluster.now_s = 2.0
+    cluster.tell(GangBeat(at_s=3.0, gang="rollout/0", epoch=1, step=9, steps=10, resumed=False))
+
+    (order,) = cluster.decide()  # a step of 2 s is left: two workers save one of them
+
+    assert isinstance(order, Regroup)
 
 
 def test_a_request_is_launched_when_a_worker_is_free_and_not_before() -> None:
@@ -360,6 +413,26 @@ def test_a_request_at_which_every_worker_loses_its_engine_is_set_aside() -> None
     assert cluster.dispatch.state.requests["rollout/0"].quarantined
 
 
+def test_losses_are_a_requests_own_fault_if_they_are_on_many_workers_or_very_many() -> None:
+    request = RequestState(name="r", iteration=0, exploring=False, pools=("spot",), order=1, widths=(1,))
+
+    def lose(worker: str, times: int) -> None:
+        for _ in range(times):
+            request.form({("r", 0): worker}, {worker: worker}, "spot", "n")
+            request.lose()
+
+    lose("a", 1)
+    request.advance(1, 1.0)  # what was lost before the new step counts no more
+    lose("b", 5)
+    assert not request.is_to_blame(2, able=4)
+    lose("b", 1)
+    assert request.is_to_blame(2, able=4)
+    request.advance(2, 2.0)
+    lose("b", 1)
+    lose("c", 1)
+    assert request.is_to_blame(2, able=4)
+
+
 def test_a_gradient_that_one_worker_cannot_do_is_done_by_another() -> None:
     cluster = Cluster(quarantine_after=1)
     cluster.join("sick", "well", pool="reserved")
@@ -495,6 +568,25 @@ def test_rollouts_of_the_next_iteration_come_last_and_are_put_off_when_training_
     cluster.change(("rollout-ahead", 0), "gated")
     (dismissed,) = (each for each in cluster.decide() if isinstance(each, Dismiss))
     assert dismissed.key == ("rollout-ahead", 0)
+
+
+def test_a_rollout_of_this_iteration_goes_before_one_of_the_next_that_came_first() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout-ahead", 1, pool="spot", iteration=1, phase="rollout-ahead")
+    cluster.submit("rollout", 1)
+    cluster.join("s")
+
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://s"]}
+
+
+def test_training_does_not_wait_for_a_rollout_that_nobody_wants_any_more() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout", 1, pool="any")
+    cluster.submit("train", 1, pool="gradient-reserved")
+    cluster.change(("rollout", 0), "forgotten")
+    cluster.join("r", pool="reserved")
+
+    assert trained(cluster.decide()) == {"train/0": "tcp://r"}
 
 
 def test_training_that_waits_gets_the_worker_of_a_rollout_of_the_next_iteration() -> None:
