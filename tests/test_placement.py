@@ -230,13 +230,14 @@ def test_of_two_broken_gangs_with_half_a_gang_each_the_older_takes_both_halves()
 
 
 def test_a_broken_gang_borrows_beside_its_own_survivors_rather_than_where_it_would_be_wider() -> None:
-    older = waiting("older", 1, widths=(2, 4), held=("spot-b/0",))
-    beside = waiting("beside", 2, widths=(2,), held=("spot-b/1",))
-    elsewhere = waiting("elsewhere", 3, widths=(4,), held=("spot-a/0", "spot-a/1", "spot-a/2", "spot-a/3"))
+    broken = waiting("broken", 1, widths=(2, 3), held=("spot-b/0",))
+    beside = waiting("beside", 2, exploring=True, widths=(2,), held=("spot-b/1",))
+    elsewhere = waiting("elsewhere", 3, exploring=True, widths=(3,), held=("spot-a/0", "spot-a/1", "spot-a/2"))
+    alone = tuple(idle(f"spot-{name}/0") for name in "cde")
 
-    launches = plan(View(idle=(*node("spot-a", 4), *node("spot-b", 2)), waiting=(older, beside, elsewhere)))
+    launches = plan(View(idle=(*node("spot-a", 3), *node("spot-b", 2), *alone), waiting=(broken, beside, elsewhere)))
 
-    assert placed(launches)["older"] == ("spot-b/0", "spot-b/1")
+    assert placed(launches)["broken"] == ("spot-b/0", "spot-b/1")
 
 
 def test_a_broken_rollout_takes_the_survivors_of_a_broken_exploration_and_not_the_other_way_round() -> None:
