@@ -142,7 +142,7 @@ def test_steps_that_were_lost_and_steps_that_were_repeated_are_told_of_each_work
         cluster.now_s = began_s + 7.0
         cluster.lose(name, ("rollout", 0))
 
-    run("a", 1, (1.5, 0), (3.0, 1), (5.0, 2))
+    run("a", 1, (1.5, 0), (3.0, 1), (5.0, 2), (6.0, 2))
     run("b", 2, (1.5, 1), (3.0, 2), (4.0, 3))
     run("c", 3, (1.5, 3))
 
@@ -179,6 +179,19 @@ def test_a_gang_widens_by_the_pace_of_the_steps_that_it_did_itself() -> None:
     assert isinstance(order, Regroup)
 
 
+def test_no_gang_widens_over_a_worker_that_a_waiting_gang_will_need() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1, shards=2, widths=(1, 2))
+    cluster.decide()
+    cluster.submit("wide", 1, shards=2, widths=(2,), phase="rollout")
+    cluster.join("b")
+    cluster.tell(GangBeat(at_s=1.0, gang="rollout/0", epoch=1, step=0, steps=10, resumed=True))
+    cluster.tell(GangBeat(at_s=2.0, gang="rollout/0", epoch=1, step=1, steps=10, resumed=False))
+
+    assert cluster.decide() == []
+
+
 def test_a_request_is_launched_when_a_worker_is_free_and_not_before() -> None:
     cluster = Cluster()
     cluster.submit("rollout", 2)
@@ -190,6 +203,19 @@ def test_a_request_is_launched_when_a_worker_is_free_and_not_before() -> None:
 
     cluster.change(("rollout", 0), "memory")
     assert launched(cluster.decide()) == {"rollout/1": ["tcp://a"]}
+
+
+def test_a_worker_whose_task_began_on_another_is_free() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1)
+    cluster.tell(TimePassed(at_s=1.0))
+    cluster.join("b")
+
+    cluster.change(("rollout", 0), "processing", worker="tcp://b")
+    cluster.submit("another", 1, phase="rollout")
+
+    assert launched(cluster.decide()) == {"another/0": ["tcp://a"]}
 
 
 def test_a_gang_is_launched_as_a_whole_on_one_node() -> None:
@@ -228,6 +254,19 @@ def test_when_a_member_is_lost_the_others_are_called_off_and_kept_for_the_next_f
     assert [(member.address, member.place.epoch) for member in launch.members] == [("tcp://b", 2)]
 
 
+def test_a_gang_that_loses_all_members_was_lost_once() -> None:
+    cluster = Cluster(quarantine_after=2)
+    cluster.submit("rollout", 1, shards=2, widths=(2,))
+    cluster.join("a", "b")
+    cluster.decide()
+
+    cluster.lose("a", ("rollout", 0))
+    cluster.lose("b", ("rollout", 1))
+    cluster.join("c", "d")
+
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://c", "tcp://d"]}
+
+
 def test_a_worker_under_notice_gets_no_more_work() -> None:
     cluster = Cluster()
     cluster.join("a")
@@ -247,6 +286,19 @@ def test_each_life_is_reported_when_it_begins_and_when_it_ends() -> None:
     reported.append(cluster.dispatch.drain().workers)
 
     assert [[life.left_s for life in lives.values()] for lives in reported] == [[None], [], [0.0]]
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_worker_that_goes_after_a_notice_has_left_and_another_is_lost(noticed: bool) -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    if noticed:
+        cluster.tell(WorkerNoticed(at_s=0.0, address="tcp://a", reason="spot"))
+
+    cluster.lose("a")
+
+    (life,) = cluster.dispatch.drain().workers.values()
+    assert life.reason == ("left" if noticed else "lost")
 
 
 def test_a_notice_that_comes_twice_is_taken_down_once() -> None:
@@ -292,6 +344,34 @@ def test_shards_whose_results_are_lost_come_back_to_one_worker_if_they_are_too_f
         ("rollout", 1),
         ("rollout", 2),
     }
+
+
+def test_shards_may_become_ready_in_any_order() -> None:
+    cluster = Cluster()
+    cluster.join("a", "b", "c", "d")
+    layer = Layer(name="rollout", indices=(0, 1, 2, 3), pool="any", phase="rollout", iteration=0, shards=4, widths=(4,))
+    cluster.tell(GraphCame(at_s=0.0, layers=(layer,)))
+
+    for shard in (2, 3, 1, 0):
+        cluster.change(("rollout", shard), "waiting")
+    for shard in (3, 1, 0, 2):
+        assert cluster.decide() == []
+        cluster.change(("rollout", shard), "gated")
+
+    assert [len(members) for members in launched(cluster.decide()).values()] == [4]
+
+
+def test_rounds_of_exploration_come_in_the_order_of_their_numbers() -> None:
+    cluster = Cluster()
+    layers = [
+        Layer(name=name, indices=(0,), pool="spot", phase=name, iteration=0) for name in ("explore-r10", "explore-r9")
+    ]
+    cluster.tell(GraphCame(at_s=0.0, layers=tuple(layers)))
+    for layer in layers:
+        cluster.change((layer.name, 0), "gated")
+    cluster.join("s")
+
+    assert launched(cluster.decide()) == {"explore-r9/0": ["tcp://s"]}
 
 
 def test_surplus_shards_end_once_the_first_is_done() -> None:
@@ -370,6 +450,30 @@ def test_a_worker_that_lost_engines_in_a_row_rests_ever_longer_until_it_gets_som
     assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"]}
 
 
+def test_a_worker_that_got_a_task_done_has_lost_no_engines_in_a_row() -> None:
+    cluster = Cluster()
+    cluster.join("a", pool="reserved")
+    cluster.submit("train", 2, pool="gradient-reserved")
+    cluster.decide()
+    engine_lost(cluster, "a", ("train", 0))
+    cluster.decide()
+    work = Work(start_s=cluster.now_s, stop_s=cluster.now_s)
+    cluster.tell(TaskChanged(at_s=cluster.now_s, key=("train", 0), state="memory", work=work))
+    cluster.decide()
+
+    assert not [order for order in engine_lost(cluster, "a", ("train", 1)) if isinstance(order, Wake)]
+
+
+def test_an_engine_that_is_lost_at_a_task_which_dask_gave_out_is_no_reason_to_rest() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("score", 1, pool="engine")
+
+    for _ in range(3):
+        cluster.change(("score", 0), "processing", worker="tcp://a")
+        assert not [order for order in engine_lost(cluster, "a", ("score", 0)) if isinstance(order, Wake)]
+
+
 def test_a_worker_may_leave_while_it_rests() -> None:
     cluster = Cluster()
     cluster.join("a")
@@ -384,9 +488,10 @@ def test_a_worker_may_leave_while_it_rests() -> None:
     assert launched(cluster.decide()) == {"rollout/0": ["tcp://b"]}
 
 
-def test_a_request_at_which_the_only_worker_loses_its_engine_is_set_aside() -> None:
+def test_a_request_at_which_the_only_worker_that_stays_loses_its_engine_is_set_aside() -> None:
     cluster = Cluster(quarantine_after=2)
-    cluster.join("a")
+    cluster.join("a", "leaving")
+    cluster.tell(WorkerNoticed(at_s=0.0, address="tcp://leaving", reason="spot"))
     cluster.submit("rollout", 1)
     for _ in range(2):
         assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"]}
@@ -488,6 +593,15 @@ def test_the_end_of_training_closes_exploration_and_dismisses_what_waits_of_it()
     assert [i.iteration for i in closes if isinstance(i, CloseExploration)] == [1]
     assert isinstance(dismissed, Dismiss)
     assert dismissed.tell is None
+
+
+def test_training_that_is_done_again_opens_no_exploration() -> None:
+    cluster = Cluster()
+    for iteration in (1, 0):
+        cluster.submit(f"update-{iteration}", 1, pool="update", iteration=iteration)
+        cluster.change((f"update-{iteration}", 0), "memory")
+
+    assert cluster.dispatch.state.is_closed(2)
 
 
 def test_a_worker_beside_the_scheduler_that_comes_anew_is_told_which_exploration_is_closed() -> None:
@@ -726,6 +840,14 @@ def test_once_training_has_ended_reserved_workers_that_can_help_to_explore(compu
     assert ("tcp://a" in [member for members in begun.values() for member in members]) == computes
 
 
+def test_until_training_has_ended_reserved_workers_do_not_explore_for_the_next_iteration() -> None:
+    cluster = Cluster()
+    cluster.join("a", pool="reserved")
+    cluster.submit("explore-r0", 1, pool="spot", iteration=1, phase="explore-r0")
+
+    assert launched(cluster.decide()) == {}
+
+
 def test_gradients_that_wait_for_spot_workers_while_there_are_none_are_told() -> None:
     cluster = Cluster()
     cluster.join("a", pool="reserved")
@@ -742,12 +864,22 @@ def test_gradients_that_wait_for_spot_workers_while_there_are_none_are_told() ->
 def test_where_reserved_workers_have_no_gpu_scoring_without_a_spot_worker_is_told(computes: bool) -> None:
     cluster = Cluster(reserved_computes=computes)
     cluster.join("a", pool="reserved")
+    none_wanted = cluster.dispatch.state.missing_pools()
     cluster.submit("score", 2, pool="engine")
 
     missing = cluster.dispatch.state.missing_pools()
     cluster.join("s")
 
+    assert none_wanted == ()
     assert missing == (() if computes else ("spot",))
+    assert cluster.dispatch.state.missing_pools() == ()
+
+
+def test_a_pool_is_missing_only_where_no_other_will_do() -> None:
+    cluster = Cluster()
+    cluster.join("s")
+    cluster.submit("rollout", 2, pool="any")
+
     assert cluster.dispatch.state.missing_pools() == ()
 
 
@@ -811,6 +943,25 @@ def test_at_the_end_of_the_window_rollouts_leave_reserved_workers_for_spot_ones(
     assert quiet == [[], [], []]
     assert isinstance(moved, Regroup)
     assert moved.address == "tcp://r"
+    cluster.change(("rollout", 0), "released")
+    cluster.change(("rollout", 0), "gated")
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://s"]}
+    assert [span.outcome for span in cluster.dispatch.drain().spans] == ["stopped"]
+    assert cluster.dispatch.state.requests["rollout/0"].preemptions == 0
+
+
+def test_a_worker_that_is_gone_before_its_gang_could_form_anew_is_a_loss() -> None:
+    cluster = Cluster()
+    cluster.join("r", pool="reserved")
+    cluster.submit("rollout", 1, pool="any", window_s=1.0)
+    cluster.decide()
+    cluster.join("s", node="m")
+    (moved,) = cluster.decide()
+
+    cluster.lose("r", ("rollout", 0))
+
+    assert isinstance(moved, Regroup)
+    assert [span.outcome for span in cluster.dispatch.drain().spans] == ["lost"]
 
 
 def test_a_window_that_ends_is_looked_at_then() -> None:
