@@ -899,20 +899,21 @@ def test_where_only_reserved_workers_roll_out_spot_ones_train_meanwhile() -> Non
 
 def test_updates_stay_with_the_worker_that_has_the_optimizers_state() -> None:
     cluster = Cluster()
-    cluster.join("b", pool="reserved")
+    cluster.join("a", pool="reserved")
     cluster.submit("update", 1, pool="update")
     first = trained(cluster.decide())
     cluster.change(("update", 0), "memory")
-    cluster.join("a", pool="reserved")
+    cluster.join("b", pool="reserved")
 
     cluster.submit("train", 1, pool="gradient-reserved")
     gradient = trained(cluster.decide())
+    cluster.change(("train", 0), "memory")
     cluster.submit("update+", 1, pool="update", phase="update")
     second = trained(cluster.decide())
 
-    assert first == {"update/0": "tcp://b"}
-    assert gradient == {"train/0": "tcp://a"}  # whom no update needs
-    assert second == {"update+/0": "tcp://b"}
+    assert first == {"update/0": "tcp://a"}
+    assert gradient == {"train/0": "tcp://b"}  # whom no update needs
+    assert second == {"update+/0": "tcp://a"}
 
 
 def test_a_reserved_worker_that_no_rollout_needs_trains_beside_one_that_rolls_out() -> None:
@@ -948,6 +949,18 @@ def test_at_the_end_of_the_window_rollouts_leave_reserved_workers_for_spot_ones(
     assert launched(cluster.decide()) == {"rollout/0": ["tcp://s"]}
     assert [span.outcome for span in cluster.dispatch.drain().spans] == ["stopped"]
     assert cluster.dispatch.state.requests["rollout/0"].preemptions == 0
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_rollouts_leave_reserved_workers_also_where_spot_ones_are_busy_if_they_resume_their_steps(moves: bool) -> None:
+    cluster = Cluster(moves=moves)
+    cluster.join("r", pool="reserved")
+    cluster.join("s", node="m")
+    cluster.submit("rollout", 2, pool="any", window_s=2.0)
+    assert len(launched(cluster.decide())) == 2
+
+    assert [type(order) for order in cluster.decide()] == ([Regroup] if moves else [])
+    assert cluster.decide() == []
 
 
 def test_a_worker_that_is_gone_before_its_gang_could_form_anew_is_a_loss() -> None:
