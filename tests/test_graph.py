@@ -31,7 +31,7 @@ from graphs.iteration import (
 )
 from graphs.layers import RESOURCES, Graph, Key
 from graphs.loop import learn_from
-from graphs.requests import candidates_for, drawn_samples, request_size, rollout_requests, unexplored
+from graphs.requests import candidates_for, drawn_samples, gangs_of, request_size, rollout_requests, unexplored
 from graphs.tasks import exploration, refills, sampling, training
 from graphs.tasks.context import RunContext
 from graphs.tasks.exploration import Candidates
@@ -746,6 +746,23 @@ def test_rounds_are_of_the_candidates_that_there_is_time_for() -> None:
     assert candidates_for(settings, SETTING, 2, PROMPTS, VERSION, candidates_max=0).rounds == 1
 
 
+def test_equal_shares_are_of_all_candidates_and_no_round_is_without_a_request() -> None:
+    few = ("exploration.planner=equal", "exploration.seeds_tried=8", "exploration.request_seeds=4")
+    as_many, too_many = (load(*few, f"exploration.rounds={rounds}") for rounds in (0, 16))
+
+    shared = candidates_for(as_many, SETTING, 2, PROMPTS, VERSION, candidates_max=6)
+
+    assert shared.seeds_tried == 8
+    assert candidates_for(too_many, SETTING, 2, PROMPTS, VERSION).rounds == 8 // 4 * len(PROMPTS)
+
+
+@pytest.mark.parametrize(("elastic", "gangs"), [("true", 3), ("false", 1)])
+def test_as_many_requests_run_at_once_as_there_are_gangs(elastic: str, gangs: int) -> None:
+    settings = load("pools.spot.workers=6", "strategy.widths=[2, 4]", f"strategy.elastic={elastic}")
+
+    assert gangs_of(settings, ("spot",)) == gangs
+
+
 def test_exploration_is_an_ode_with_its_own_steps_and_the_weights_that_are_there() -> None:
     settings = load("train.algorithm=grpo", "rollout.sampler=sde")
 
@@ -976,6 +993,10 @@ def test_what_samples_is_what_is_explored_with_and_validated() -> None:
 
     assert policies() == {"old"}
     assert policies("train.old_decay=copy") == {"trained"}
+    assert policies("run.validate_policy=trained") == {
+        "old",
+        "trained",
+    }  # where the settings say so, another is validated
 
 
 def test_a_version_of_which_every_image_was_set_aside_has_none(tmp_path: Path) -> None:
