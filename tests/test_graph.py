@@ -543,11 +543,12 @@ def test_the_bandit_tries_each_prompts_next_candidates_and_no_more_than_there_is
     assert sum(map(len, tried.values())) <= limit * 2
 
 
-def test_the_bandit_leaves_a_prompt_alone_whose_kept_seeds_cannot_differ_more(journals: str) -> None:
-    candidates = replace(make_candidates(seeds_tried=16, keep=4), planner="bandit")
+@pytest.mark.parametrize("least", [0.0, -1.0])
+def test_the_bandit_leaves_a_prompt_alone_whose_kept_seeds_cannot_differ_more(journals: str, least: float) -> None:
+    candidates = replace(make_candidates(seeds_tried=16, keep=4), planner="bandit", reward_range=(least, least + 1.0))
     first = list(exploration.allocate(journals, candidates, 0, (), ()))
     known = [
-        Scored(request=each, rewards=(0.0, 1.0) if each.prompt == PROMPTS[0] else (1.0, 1.0))
+        Scored(request=each, rewards=(least, least + 1.0) if each.prompt == PROMPTS[0] else (least + 1.0,) * 2)
         for prompt in PROMPTS
         for each in [
             replace(first[0], prompt=prompt, seeds=tuple(seeds_of(candidates, prompt, 6)[at : at + 2]))
@@ -896,6 +897,28 @@ def test_whatever_was_scored_each_prompt_keeps_so_many_different_candidates(data
     for kept in selection.kept:
         assert len(kept.seeds) == len(set(kept.seeds)) == len(kept.explored_rewards) == keep
         assert set(kept.seeds) <= set(seeds_of(candidates, kept.prompt, candidates.seeds_tried))
+
+
+def test_seeds_of_equal_rewards_are_kept_whatever_came_first() -> None:
+    candidates = make_candidates(keep=3)
+    scored = [
+        Scored(request=request, rewards=(0.5,) * len(request.seeds))
+        for each in allocated(candidates)
+        for request in each
+    ]
+
+    straight, turned = (exploration.select(candidates, each, allocated(candidates)) for each in (scored, scored[::-1]))
+
+    assert straight.kept == turned.kept
+
+
+def test_parts_count_by_their_prompts_in_the_share_that_teaches_nothing() -> None:
+    requests = [replace(make_request(), prompt=prompt, seeds=(1, 2)) for prompt in PROMPTS]
+    flat, *varied = score(requests, (1.0, 1.0, 0.0, 1.0, 0.0, 1.0))
+
+    parts = [training.advantage("group", [[flat]]), training.advantage("group", [varied])]
+
+    assert training.whole(parts).metrics["zero_std_ratio"] == pytest.approx(1 / 3)
 
 
 def test_rollouts_are_requested_prompt_by_prompt_in_the_order_of_the_selection() -> None:
