@@ -107,7 +107,7 @@ def test_a_pause_that_ends_after_its_iteration_or_is_told_of_late_counts_in_the_
 
 def test_a_gang_recovers_also_if_its_loss_was_told_of_before_its_next_step(tmp_path: Path) -> None:
     accounts = books(open_run(tmp_path))
-    for event, after_s in (("broken", 10), ("stepped", 14)):
+    for event, after_s in (("broken", 10), ("broken", 12), ("stepped", 14)):  # from its first loss on
         told = {"event": event, "at_s": START_S + after_s, "gang": "rollout/0"}
         accounts.take(Drained.of({"spans": [], "workers": [], "events": [told], "decisions": []}))
 
