@@ -94,7 +94,7 @@ def rollout_requests(
         before: weights for the first ``rollout.prompts_ahead`` prompts, in place of ``weights``.
     """
     template = request_template(config, context, "rollout", selection.iteration, weights)
-    size, early = request_size(config), config.rollout.prompts_ahead if before else 0
+    size, early = request_size(config), config.rollout.prompts_ahead
     shares = config.rollout.same_noise
     return [
         replace(

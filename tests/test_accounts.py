@@ -105,6 +105,31 @@ def test_a_pause_that_ends_after_its_iteration_or_is_told_of_late_counts_in_the_
     assert found == [[2.0, 2.0]] * 4
 
 
+def test_a_gang_recovers_also_if_its_loss_was_told_of_before_its_next_step(tmp_path: Path) -> None:
+    accounts = books(open_run(tmp_path))
+    for event, after_s in (("broken", 10), ("broken", 12), ("stepped", 14)):  # from its first loss on
+        told = {"event": event, "at_s": START_S + after_s, "gang": "rollout/0"}
+        accounts.take(Drained.of({"spans": [], "workers": [], "events": [told], "decisions": []}))
+
+    measured = accounts.measure(START_S, START_S + 20)
+
+    assert (measured["gangs_broken"], measured["recovery_s"]) == (1.0, 4.0)
+
+
+def test_a_run_whose_workers_are_gone_is_accounted_for_until_the_last_of_them_whatever_the_clock_says(
+    tmp_path: Path,
+) -> None:
+    run = open_run(tmp_path)
+    run.append(SPANS, span("reserved-0", 10, 100))
+    run.append(WORKERS, life("reserved-0", 0, 90, "end"))
+    ended, alive = books(run), Accounts(run, run.config())
+    alive.take(drained([], [life("spot-0", 0, None)]))
+
+    assert ended.until_s(START_S) == START_S + 100
+    assert ended.until_s(START_S + 500) == START_S + 500
+    assert alive.until_s(START_S + 50) == START_S + 50
+
+
 def test_history_says_what_the_dollars_bought(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     run.append(WORKERS, life("reserved-0", 0, 2 * H, "end"))

@@ -26,8 +26,9 @@ from spotlight.plan.bandit import (
     rank_correlation,
     rounds_of,
 )
-from spotlight.plan.beliefs import FORGOTTEN_AFTER, Arm, Beliefs, learn
+from spotlight.plan.beliefs import FADING, FORGOTTEN_AFTER, GRID_N, Arm, Beliefs, learn
 from spotlight.plan.subset import max_variance_subset, most_varied
+from spotlight.plan.worlds import imagine
 
 rewards_of_any_kind = st.one_of(
     st.lists(st.floats(0, 1), min_size=1, max_size=9),
@@ -335,6 +336,34 @@ def test_an_old_belief_fades() -> None:
     assert late > 0
 
 
+def test_a_belief_fades_from_when_its_prompt_was_last_seen() -> None:
+    beliefs = learn(learn(Beliefs(), 0, {0: ALL_ONE}), 60, dict.fromkeys(range(1, 9), VARIED))
+    arms = [Arm(prompt=0), *(Arm(prompt=p) for p in range(1, 9))]
+
+    assert chunks_of(bandit(arms, beliefs, iteration=61, slots=36), 9)[0] > 0
+
+
+def test_what_prompts_were_like_in_general_fades_too() -> None:
+    before = learn(Beliefs(), 0, {0: VARIED, 1: RARE})
+
+    after = learn(before, 10, {})
+
+    assert sum(after.kinds) == pytest.approx(FADING**10 * sum(before.kinds))
+    assert sum(after.nodes) == pytest.approx(FADING**10 * sum(before.nodes))
+
+
+def test_a_prompt_that_is_seen_again_is_remembered_once() -> None:
+    beliefs = learn(learn(Beliefs(), 0, {0: VARIED}), 1, {0: VARIED})
+
+    assert len(beliefs.prompts) == 1
+
+
+def test_a_reward_outside_the_range_counts_at_its_end() -> None:
+    outside, inside = ({0: ALL_ONE, 1: (low, high), 2: ALL_ZERO} for low, high in ((-0.5, 1.5), (0.0, 1.0)))
+
+    assert learn(Beliefs(), 0, outside) == learn(Beliefs(), 0, inside)
+
+
 def test_a_prompt_that_was_not_seen_for_long_is_forgotten() -> None:
     beliefs = learn(Beliefs(), 0, {0: ALL_ONE, 1: ALL_ZERO})
 
@@ -400,14 +429,24 @@ def test_each_prompts_next_chunk_is_run_before_any_prompts_next_but_one() -> Non
     assert sorted(chunks) == [(p, 0, CHUNK) for p in range(3)]
 
 
-def test_prompts_are_completed_one_after_the_other_before_any_gets_more() -> None:
-    begun, *others = [Arm(prompt=p) for p in range(4)]
+def test_a_prompt_that_gains_more_waits_with_its_second_chunk_for_the_first_ones_of_others() -> None:
+    beliefs = learn(Beliefs(), 0, {0: VARIED, 1: RARE * 4})
+    arms = [Arm(prompt=0), Arm(prompt=1)]
 
-    chunks = bandit([replace(begun, tried=2, pending=2), *others], slots=5, later=64, chunk=2, complete=3)
+    chunks = bandit(arms, beliefs, iteration=1, slots=2, later=6)
+
+    assert sorted(chunks) == [(p, 0, CHUNK) for p in range(2)]
+
+
+def test_prompts_are_completed_one_after_the_other_before_any_gets_more() -> None:
+    beliefs = learn(Beliefs(), 0, {**dict.fromkeys(range(3), VARIED), 3: ALL_ONE})
+    arms = [*(Arm(prompt=p) for p in range(3)), Arm(prompt=3, tried=2, pending=2)]
+
+    chunks = bandit(arms, beliefs, iteration=1, slots=5, later=64, chunk=2, complete=3)
     (second, _, _), (third, _, _) = chunks[1], chunks[3]
 
-    assert chunks == [(0, 2, 2), (second, 0, 2), (second, 2, 2), (third, 0, 2), (third, 2, 2)]
-    assert {second, third} < {1, 2, 3}
+    assert chunks == [(3, 2, 2), (second, 0, 2), (second, 2, 2), (third, 0, 2), (third, 2, 2)]
+    assert {second, third} < {0, 1, 2}
 
 
 def test_solved_prompts_are_completed_too() -> None:
@@ -474,6 +513,12 @@ def test_choosing_seeds_by_their_explored_reward_does_not_bias_the_fidelity() ->
     assert pooled > 0.7  # which the choice has raised
 
 
+def test_rewards_that_turn_round_leave_no_fidelity() -> None:
+    turned = [(0.0, 1.0), (1.0, 0.0)] * 100
+
+    assert learn(Beliefs(), 0, {}, {1: turned}).fidelity == 0.0
+
+
 def test_where_explored_rewards_do_not_differ_nothing_is_learnt_of_the_fidelity() -> None:
     beliefs = learn(Beliefs(fidelity=0.4), 0, {}, {1: [(1.0, 0.0), (1.0, 1.0)], 2: []})
 
@@ -526,3 +571,43 @@ def test_nothing_is_expected_of_solved_prompts_and_more_where_the_varied_ones_ma
     assert captured(learn(Beliefs(), 0, solved), prompts=4, groups=4) == pytest.approx([0.0], abs=1e-3)
     mixed = captured(learn(Beliefs(), 0, solved | varied), prompts=8, groups=4)
     assert mixed[-1] > 2 * mixed[0]
+
+
+def test_of_the_explored_prompts_those_that_vary_most_are_expected_to_be_rolled_out() -> None:
+    near, coins = dict.fromkeys(range(2), VARIED * 2), dict.fromkeys(range(2, 4), (0.0, 1.0) * 32)
+
+    curve = captured(replace(learn(Beliefs(), 0, near | coins), fidelity=1.0), prompts=4, groups=2)
+
+    assert curve[-1] == pytest.approx(2 * 0.25, rel=0.1)  # that of the best four of coins, not of (0.3, 0.3, 0.7, 0.7)
+
+
+@given(
+    scored=st.lists(st.lists(st.sampled_from(GRID_N.tolist()), max_size=9), min_size=1, max_size=3),
+    pending=st.integers(0, 5),
+    keep=st.integers(2, 6),
+    node=st.integers(0, len(GRID_N) - 1),
+)
+def test_where_new_rewards_are_sure_the_variance_imagined_is_that_of_the_best_subset(
+    scored: list[list[float]], pending: int, keep: int, node: int
+) -> None:
+    arms = [Arm(prompt=p, rewards=tuple(rewards), pending=pending * p) for p, rewards in enumerate(scored)]
+    sure_PKN, one_kind_PK = np.zeros((len(arms), 1, len(GRID_N))), np.ones((len(arms), 1))
+    sure_PKN[..., node] = 1.0
+
+    imagined_PWJ = imagine(arms, sure_PKN, one_kind_PK, 3, 2, keep, seed=0)
+
+    for arm, imagined_WJ in zip(arms, imagined_PWJ, strict=True):
+        for chunks in range(4):
+            new = max(arm.pending + 2 * chunks, keep - len(arm.rewards))
+            rewards = np.array([*arm.rewards, *[GRID_N[node]] * new])
+            best = np.var(rewards[max_variance_subset(rewards, keep)])
+            assert imagined_WJ[:, chunks] == pytest.approx(best, abs=1e-6)  # in single precision
+
+
+def test_half_the_fidelity_is_expected_to_gain_a_quarter() -> None:
+    coins = learn(Beliefs(), 0, {0: [0.0, 1.0] * 32})
+
+    whole, half = (captured(replace(coins, fidelity=fidelity), prompts=1, groups=1) for fidelity in (1.0, 0.5))
+
+    assert whole[0] == half[0]
+    assert whole[1] - whole[0] == pytest.approx(4 * (half[1] - half[0]))

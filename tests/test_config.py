@@ -619,6 +619,18 @@ def test_training_that_is_probably_not_meant_is_doubted(file: Path, overrides: l
     assert says in doubt
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.lora_alpha=64", "train.lora_rank=32"],
+        ["train.algorithm=grpo", "rollout.sampler=sde", "train.steps_used=1"],
+        ["exploration.seeds_tried=8", "exploration.request_seeds=8"],
+    ],
+)
+def test_settings_that_go_together_are_not_doubted(file: Path, overrides: list[str]) -> None:
+    assert load(file, overrides).doubts == ()
+
+
 def test_delayed_old_policies_beside_an_average_are_as_published(file: Path) -> None:
     assert load(file, ["train.old_decay=delayed", "train.ema_decay=0.9"]).doubts == ()
     assert load(file, ["train.old_decay=delayed", "run.validate_policy=trained"]).doubts == ()

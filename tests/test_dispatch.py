@@ -44,7 +44,7 @@ from cluster.dispatch.events import (
     one_by_one,
     row,
 )
-from cluster.dispatch.request_state import SCORING
+from cluster.dispatch.request_state import SCORING, RequestState
 from cluster.dispatch.rules import Rules
 from cluster.dispatch.state import ENGINES_MIN, ENOUGH_LOSSES
 from spotlight.records import Surplus
@@ -126,6 +126,72 @@ def test_what_was_done_was_done_between_its_launch_and_now(
     assert (span.start_s, span.stop_s) == taken_down
 
 
+def test_steps_that_were_lost_and_steps_that_were_repeated_are_told_of_each_worker() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout", 1)
+
+    def run(name: str, epoch: int, *beats: tuple[float, int]) -> None:
+        """Launched a second from now, it resumes at the first step, commits the others, and is lost 7 s from now."""
+        began_s = cluster.now_s
+        cluster.join(name)
+        cluster.decide()
+        for after_s, step in beats:
+            resumed = (after_s, step) == beats[0]
+            at_s = began_s + after_s
+            cluster.tell(GangBeat(at_s=at_s, gang="rollout/0", epoch=epoch, step=step, steps=9, resumed=resumed))
+        cluster.now_s = began_s + 7.0
+        cluster.lose(name, ("rollout", 0))
+
+    run("a", 1, (1.5, 0), (3.0, 1), (5.0, 2), (6.0, 2))
+    run("b", 2, (1.5, 1), (3.0, 2), (4.0, 3))
+    run("c", 3, (1.5, 3))
+
+    spans = cluster.dispatch.drain().spans
+    assert [(span.uncommitted_s, span.redone_s) for span in spans] == [(2.0, 0.0), (3.0, 2.0), (6.0, 0.0)]
+
+
+def test_a_gang_that_was_just_formed_has_done_no_step() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1)
+    cluster.decide()
+    cluster.tell(GangBeat(at_s=1.0, gang="rollout/0", epoch=1, step=5, steps=9, resumed=False))
+    cluster.lose("a", ("rollout", 0))
+    cluster.join("b")
+
+    cluster.decide()
+
+    assert cluster.dispatch.state.step("rollout/0") == 0
+
+
+def test_a_gang_widens_by_the_pace_of_the_steps_that_it_did_itself() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1, shards=2, widths=(1, 2))
+    cluster.decide()
+    cluster.join("b")
+    cluster.tell(GangBeat(at_s=1.0, gang="rollout/0", epoch=1, step=8, steps=10, resumed=True))
+    cluster.now_s = 2.0
+    cluster.tell(GangBeat(at_s=3.0, gang="rollout/0", epoch=1, step=9, steps=10, resumed=False))
+
+    (order,) = cluster.decide()  # a step of 2 s is left: two workers save one of them
+
+    assert isinstance(order, Regroup)
+
+
+def test_no_gang_widens_over_a_worker_that_a_waiting_gang_will_need() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1, shards=2, widths=(1, 2))
+    cluster.decide()
+    cluster.submit("wide", 1, shards=2, widths=(2,), phase="rollout")
+    cluster.join("b")
+    cluster.tell(GangBeat(at_s=1.0, gang="rollout/0", epoch=1, step=0, steps=10, resumed=True))
+    cluster.tell(GangBeat(at_s=2.0, gang="rollout/0", epoch=1, step=1, steps=10, resumed=False))
+
+    assert cluster.decide() == []
+
+
 def test_a_request_is_launched_when_a_worker_is_free_and_not_before() -> None:
     cluster = Cluster()
     cluster.submit("rollout", 2)
@@ -137,6 +203,19 @@ def test_a_request_is_launched_when_a_worker_is_free_and_not_before() -> None:
 
     cluster.change(("rollout", 0), "memory")
     assert launched(cluster.decide()) == {"rollout/1": ["tcp://a"]}
+
+
+def test_a_worker_whose_task_began_on_another_is_free() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1)
+    cluster.tell(TimePassed(at_s=1.0))
+    cluster.join("b")
+
+    cluster.change(("rollout", 0), "processing", worker="tcp://b")
+    cluster.submit("another", 1, phase="rollout")
+
+    assert launched(cluster.decide()) == {"another/0": ["tcp://a"]}
 
 
 def test_a_gang_is_launched_as_a_whole_on_one_node() -> None:
@@ -155,6 +234,7 @@ def test_a_gang_is_launched_as_a_whole_on_one_node() -> None:
         (0, 2, 1),
         (1, 2, 1),
     ]
+    assert [event["workers"] for event in cluster.dispatch.drain().events if event["event"] == "formed"] == [["b", "c"]]
 
 
 def test_when_a_member_is_lost_the_others_are_called_off_and_kept_for_the_next_forming() -> None:
@@ -174,6 +254,19 @@ def test_when_a_member_is_lost_the_others_are_called_off_and_kept_for_the_next_f
     assert [(member.address, member.place.epoch) for member in launch.members] == [("tcp://b", 2)]
 
 
+def test_a_gang_that_loses_all_members_was_lost_once() -> None:
+    cluster = Cluster(quarantine_after=2)
+    cluster.submit("rollout", 1, shards=2, widths=(2,))
+    cluster.join("a", "b")
+    cluster.decide()
+
+    cluster.lose("a", ("rollout", 0))
+    cluster.lose("b", ("rollout", 1))
+    cluster.join("c", "d")
+
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://c", "tcp://d"]}
+
+
 def test_a_worker_under_notice_gets_no_more_work() -> None:
     cluster = Cluster()
     cluster.join("a")
@@ -182,6 +275,40 @@ def test_a_worker_under_notice_gets_no_more_work() -> None:
 
     assert launched(cluster.decide()) == {}
     assert cluster.dispatch.state.snapshot().leaving == {"a"}
+
+
+def test_each_life_is_reported_when_it_begins_and_when_it_ends() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+
+    reported = [cluster.dispatch.drain().workers for _ in range(2)]
+    cluster.lose("a")
+    reported.append(cluster.dispatch.drain().workers)
+
+    assert [[life.left_s for life in lives.values()] for lives in reported] == [[None], [], [0.0]]
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_worker_that_goes_after_a_notice_has_left_and_another_is_lost(noticed: bool) -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    if noticed:
+        cluster.tell(WorkerNoticed(at_s=0.0, address="tcp://a", reason="spot"))
+
+    cluster.lose("a")
+
+    (life,) = cluster.dispatch.drain().workers.values()
+    assert life.reason == ("left" if noticed else "lost")
+
+
+def test_a_notice_that_comes_twice_is_taken_down_once() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+
+    for _ in range(2):
+        cluster.tell(WorkerNoticed(at_s=0.0, address="tcp://a", reason="spot"))
+
+    assert [event["event"] for event in cluster.dispatch.drain().events].count("notice") == 1
 
 
 def test_a_worker_that_takes_no_tasks_gets_none_until_it_does() -> None:
@@ -217,6 +344,34 @@ def test_shards_whose_results_are_lost_come_back_to_one_worker_if_they_are_too_f
         ("rollout", 1),
         ("rollout", 2),
     }
+
+
+def test_shards_may_become_ready_in_any_order() -> None:
+    cluster = Cluster()
+    cluster.join("a", "b", "c", "d")
+    layer = Layer(name="rollout", indices=(0, 1, 2, 3), pool="any", phase="rollout", iteration=0, shards=4, widths=(4,))
+    cluster.tell(GraphCame(at_s=0.0, layers=(layer,)))
+
+    for shard in (2, 3, 1, 0):
+        cluster.change(("rollout", shard), "waiting")
+    for shard in (3, 1, 0, 2):
+        assert cluster.decide() == []
+        cluster.change(("rollout", shard), "gated")
+
+    assert [len(members) for members in launched(cluster.decide()).values()] == [4]
+
+
+def test_rounds_of_exploration_come_in_the_order_of_their_numbers() -> None:
+    cluster = Cluster()
+    layers = [
+        Layer(name=name, indices=(0,), pool="spot", phase=name, iteration=0) for name in ("explore-r10", "explore-r9")
+    ]
+    cluster.tell(GraphCame(at_s=0.0, layers=tuple(layers)))
+    for layer in layers:
+        cluster.change((layer.name, 0), "gated")
+    cluster.join("s")
+
+    assert launched(cluster.decide()) == {"explore-r9/0": ["tcp://s"]}
 
 
 def test_surplus_shards_end_once_the_first_is_done() -> None:
@@ -295,9 +450,48 @@ def test_a_worker_that_lost_engines_in_a_row_rests_ever_longer_until_it_gets_som
     assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"]}
 
 
-def test_a_request_at_which_the_only_worker_loses_its_engine_is_set_aside() -> None:
-    cluster = Cluster(quarantine_after=2)
+def test_a_worker_that_got_a_task_done_has_lost_no_engines_in_a_row() -> None:
+    cluster = Cluster()
+    cluster.join("a", pool="reserved")
+    cluster.submit("train", 2, pool="gradient-reserved")
+    cluster.decide()
+    engine_lost(cluster, "a", ("train", 0))
+    cluster.decide()
+    work = Work(start_s=cluster.now_s, stop_s=cluster.now_s)
+    cluster.tell(TaskChanged(at_s=cluster.now_s, key=("train", 0), state="memory", work=work))
+    cluster.decide()
+
+    assert not [order for order in engine_lost(cluster, "a", ("train", 1)) if isinstance(order, Wake)]
+
+
+def test_an_engine_that_is_lost_at_a_task_which_dask_gave_out_is_no_reason_to_rest() -> None:
+    cluster = Cluster()
     cluster.join("a")
+    cluster.submit("score", 1, pool="engine")
+
+    for _ in range(3):
+        cluster.change(("score", 0), "processing", worker="tcp://a")
+        assert not [order for order in engine_lost(cluster, "a", ("score", 0)) if isinstance(order, Wake)]
+
+
+def test_a_worker_may_leave_while_it_rests() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1)
+    for _ in range(2):
+        cluster.decide()
+        engine_lost(cluster, "a", ("rollout", 0))
+
+    cluster.lose("a")
+    cluster.join("b")
+
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://b"]}
+
+
+def test_a_request_at_which_the_only_worker_that_stays_loses_its_engine_is_set_aside() -> None:
+    cluster = Cluster(quarantine_after=2)
+    cluster.join("a", "leaving")
+    cluster.tell(WorkerNoticed(at_s=0.0, address="tcp://leaving", reason="spot"))
     cluster.submit("rollout", 1)
     for _ in range(2):
         assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"]}
@@ -322,6 +516,26 @@ def test_a_request_at_which_every_worker_loses_its_engine_is_set_aside() -> None
 
     assert set(tried) == {"tcp://a", "tcp://b"}
     assert cluster.dispatch.state.requests["rollout/0"].quarantined
+
+
+def test_losses_are_a_requests_own_fault_if_they_are_on_many_workers_or_very_many() -> None:
+    request = RequestState(name="r", iteration=0, exploring=False, pools=("spot",), order=1, widths=(1,))
+
+    def lose(worker: str, times: int) -> None:
+        for _ in range(times):
+            request.form({("r", 0): worker}, {worker: worker}, "spot", "n")
+            request.lose()
+
+    lose("a", 1)
+    request.advance(1, 1.0)  # what was lost before the new step counts no more
+    lose("b", 5)
+    assert not request.is_to_blame(2, able=4)
+    lose("b", 1)
+    assert request.is_to_blame(2, able=4)
+    request.advance(2, 2.0)
+    lose("b", 1)
+    lose("c", 1)
+    assert request.is_to_blame(2, able=4)
 
 
 def test_a_gradient_that_one_worker_cannot_do_is_done_by_another() -> None:
@@ -379,6 +593,15 @@ def test_the_end_of_training_closes_exploration_and_dismisses_what_waits_of_it()
     assert [i.iteration for i in closes if isinstance(i, CloseExploration)] == [1]
     assert isinstance(dismissed, Dismiss)
     assert dismissed.tell is None
+
+
+def test_training_that_is_done_again_opens_no_exploration() -> None:
+    cluster = Cluster()
+    for iteration in (1, 0):
+        cluster.submit(f"update-{iteration}", 1, pool="update", iteration=iteration)
+        cluster.change((f"update-{iteration}", 0), "memory")
+
+    assert cluster.dispatch.state.is_closed(2)
 
 
 def test_a_worker_beside_the_scheduler_that_comes_anew_is_told_which_exploration_is_closed() -> None:
@@ -459,6 +682,25 @@ def test_rollouts_of_the_next_iteration_come_last_and_are_put_off_when_training_
     cluster.change(("rollout-ahead", 0), "gated")
     (dismissed,) = (each for each in cluster.decide() if isinstance(each, Dismiss))
     assert dismissed.key == ("rollout-ahead", 0)
+
+
+def test_a_rollout_of_this_iteration_goes_before_one_of_the_next_that_came_first() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout-ahead", 1, pool="spot", iteration=1, phase="rollout-ahead")
+    cluster.submit("rollout", 1)
+    cluster.join("s")
+
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://s"]}
+
+
+def test_training_does_not_wait_for_a_rollout_that_nobody_wants_any_more() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout", 1, pool="any")
+    cluster.submit("train", 1, pool="gradient-reserved")
+    cluster.change(("rollout", 0), "forgotten")
+    cluster.join("r", pool="reserved")
+
+    assert trained(cluster.decide()) == {"train/0": "tcp://r"}
 
 
 def test_training_that_waits_gets_the_worker_of_a_rollout_of_the_next_iteration() -> None:
@@ -598,6 +840,14 @@ def test_once_training_has_ended_reserved_workers_that_can_help_to_explore(compu
     assert ("tcp://a" in [member for members in begun.values() for member in members]) == computes
 
 
+def test_until_training_has_ended_reserved_workers_do_not_explore_for_the_next_iteration() -> None:
+    cluster = Cluster()
+    cluster.join("a", pool="reserved")
+    cluster.submit("explore-r0", 1, pool="spot", iteration=1, phase="explore-r0")
+
+    assert launched(cluster.decide()) == {}
+
+
 def test_gradients_that_wait_for_spot_workers_while_there_are_none_are_told() -> None:
     cluster = Cluster()
     cluster.join("a", pool="reserved")
@@ -614,12 +864,22 @@ def test_gradients_that_wait_for_spot_workers_while_there_are_none_are_told() ->
 def test_where_reserved_workers_have_no_gpu_scoring_without_a_spot_worker_is_told(computes: bool) -> None:
     cluster = Cluster(reserved_computes=computes)
     cluster.join("a", pool="reserved")
+    none_wanted = cluster.dispatch.state.missing_pools()
     cluster.submit("score", 2, pool="engine")
 
     missing = cluster.dispatch.state.missing_pools()
     cluster.join("s")
 
+    assert none_wanted == ()
     assert missing == (() if computes else ("spot",))
+    assert cluster.dispatch.state.missing_pools() == ()
+
+
+def test_a_pool_is_missing_only_where_no_other_will_do() -> None:
+    cluster = Cluster()
+    cluster.join("s")
+    cluster.submit("rollout", 2, pool="any")
+
     assert cluster.dispatch.state.missing_pools() == ()
 
 
@@ -639,20 +899,21 @@ def test_where_only_reserved_workers_roll_out_spot_ones_train_meanwhile() -> Non
 
 def test_updates_stay_with_the_worker_that_has_the_optimizers_state() -> None:
     cluster = Cluster()
-    cluster.join("b", pool="reserved")
+    cluster.join("a", pool="reserved")
     cluster.submit("update", 1, pool="update")
     first = trained(cluster.decide())
     cluster.change(("update", 0), "memory")
-    cluster.join("a", pool="reserved")
+    cluster.join("b", pool="reserved")
 
     cluster.submit("train", 1, pool="gradient-reserved")
     gradient = trained(cluster.decide())
+    cluster.change(("train", 0), "memory")
     cluster.submit("update+", 1, pool="update", phase="update")
     second = trained(cluster.decide())
 
-    assert first == {"update/0": "tcp://b"}
-    assert gradient == {"train/0": "tcp://a"}  # whom no update needs
-    assert second == {"update+/0": "tcp://b"}
+    assert first == {"update/0": "tcp://a"}
+    assert gradient == {"train/0": "tcp://b"}  # whom no update needs
+    assert second == {"update+/0": "tcp://a"}
 
 
 def test_a_reserved_worker_that_no_rollout_needs_trains_beside_one_that_rolls_out() -> None:
@@ -683,6 +944,37 @@ def test_at_the_end_of_the_window_rollouts_leave_reserved_workers_for_spot_ones(
     assert quiet == [[], [], []]
     assert isinstance(moved, Regroup)
     assert moved.address == "tcp://r"
+    cluster.change(("rollout", 0), "released")
+    cluster.change(("rollout", 0), "gated")
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://s"]}
+    assert [span.outcome for span in cluster.dispatch.drain().spans] == ["stopped"]
+    assert cluster.dispatch.state.requests["rollout/0"].preemptions == 0
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_rollouts_leave_reserved_workers_also_where_spot_ones_are_busy_if_they_resume_their_steps(moves: bool) -> None:
+    cluster = Cluster(moves=moves)
+    cluster.join("r", pool="reserved")
+    cluster.join("s", node="m")
+    cluster.submit("rollout", 2, pool="any", window_s=2.0)
+    assert len(launched(cluster.decide())) == 2
+
+    assert [type(order) for order in cluster.decide()] == ([Regroup] if moves else [])
+    assert cluster.decide() == []
+
+
+def test_a_worker_that_is_gone_before_its_gang_could_form_anew_is_a_loss() -> None:
+    cluster = Cluster()
+    cluster.join("r", pool="reserved")
+    cluster.submit("rollout", 1, pool="any", window_s=1.0)
+    cluster.decide()
+    cluster.join("s", node="m")
+    (moved,) = cluster.decide()
+
+    cluster.lose("r", ("rollout", 0))
+
+    assert isinstance(moved, Regroup)
+    assert [span.outcome for span in cluster.dispatch.drain().spans] == ["lost"]
 
 
 def test_a_window_that_ends_is_looked_at_then() -> None:
@@ -752,6 +1044,17 @@ def test_a_worker_is_ended_after_the_limit_of_silence(silent_s: float, ended: bo
 
     assert [type(i) for i in first] == ([Evict] if ended else [])
     assert second == []  # it is being ended
+
+
+def test_a_worker_that_was_ended_for_its_silence_is_lost_even_if_it_leaves_in_order() -> None:
+    cluster = Cluster(hang_after_s=5.0)
+    cluster.join("a")
+    cluster.tell(WorkerSilent(at_s=9.0, address="tcp://a", silent_s=5.1))
+
+    cluster.tell(WorkerLeft(at_s=9.0, address="tcp://a", expected=True))
+
+    (life,) = cluster.dispatch.drain().workers.values()
+    assert life.reason == "lost"
 
 
 def test_the_worker_beside_the_scheduler_is_never_ended_for_its_silence() -> None:

@@ -10,8 +10,10 @@ from spotlight import config
 from spotlight.device.pace import Pace
 from spotlight.plan.durations import (
     BACKWARD_LORA,
+    COLLECTIVE_S,
     GPUS,
     LAYER_S,
+    LINK_EFFICIENCY,
     LOCAL_PUBLISH_S,
     LOCAL_START_UP_S,
     OCR_SCORE_S,
@@ -77,6 +79,17 @@ def test_parallel_groups_pay_off_more_at_high_resolution() -> None:
     assert 0 < low < high < 1
 
 
+def test_a_gang_exchanges_what_each_member_has_but_its_own_share() -> None:
+    size: tuple[str, int, int] = ("qwen-image", 512, 512)
+
+    alone_s, together_s = (seconds_per_step(*size, gpu="h100", width=width, batch=8) for width in (1, 4))
+
+    # 60 layers with four all-to-alls each, of 2 x 3072 bytes a token; 32 x 32 of the image and 100 of the text
+    sent_bytes = 8 * (32 * 32 + 100) / 4 * 2 * 3072 * 3 / 4
+    exchange_s = 4 * 60 * (sent_bytes / (LINK_EFFICIENCY * 450e9) + COLLECTIVE_S)
+    assert together_s == pytest.approx(alone_s / 4 + exchange_s)
+
+
 def test_guidance_takes_two_passes_and_a_batch_at_least_one() -> None:
     plain, guided, full = (
         seconds_per_step("qwen-image", 512, 512, gpu="h100", guidance=guidance, batch=batch)
@@ -126,13 +139,16 @@ def test_the_embedded_model_takes_what_was_measured_on_a_core() -> None:
 
 
 def test_preferences_are_trained_on_by_pairs_alone() -> None:
-    kept = ["rollout.seeds_kept=24", "rollout.seeds_kept=24", "train.dpo_pairs=3"]
-    pairs, all_of_them = (
-        TaskDurations(config.load(EXAMPLES / "ocr-tiny.toml", [*kept, *more]))
-        for more in (["train.algorithm=dpo"], ["train.algorithm=dpo", "train.dpo_pairs=12"])
+    kept = ["rollout.seeds_kept=24"]
+    pairs, all_of_them, more_than_there_are = (
+        TaskDurations(
+            config.load(EXAMPLES / "ocr-tiny.toml", [*kept, "train.algorithm=dpo", f"train.dpo_pairs={most}"])
+        )
+        for most in (3, 12, 13)
     )
 
     assert pairs.train_s(24) == pytest.approx(all_of_them.train_s(24) / 4)
+    assert more_than_there_are.train_s(24) == all_of_them.train_s(24)
 
 
 @pytest.mark.parametrize("updates", [1, 2, 4])
@@ -165,6 +181,7 @@ def test_a_run_of_its_own_model_takes_the_gpus_of_its_pools() -> None:
     launched = TaskDurations(config.load(EXAMPLES / "qwen-image-ocr.toml", [*overrides, "model.cuda_graphs=false"]))
     assert launched.step_s(1, 1) == launched.step_s(1, 1, "spot") == pytest.approx(2 * 60 * LAYER_S)
     assert launched.least_samples() == pytest.approx(7.4, abs=0.1)
+    assert launched.least_samples("spot") == pytest.approx(7.4 * 312 / 989, abs=0.1)
     assert durations.step_s(1, 2) == launched.step_s(1, 2) > launched.step_s(1, 1)  # a gang has no graphs
     # Two stochastic steps, of a LoRA, with old log-probabilities; whoever trains does it alone.
     assert durations.train_s(64) == 64 * train_s(*size, gpu="h100", timesteps=2, guidance=4.0)
@@ -198,9 +215,13 @@ def test_no_pass_is_shorter_than_launching_its_kernels() -> None:
     assert launched.train_s(1024) == usual.train_s(1024)
     assert TaskDurations(settings).step_s(1, 1) == pytest.approx(2 * layers * 0.1)
     assert TaskDurations(settings).train_s(1) == pytest.approx(2 * layers * 0.1 * forwards)
+    faster = TaskDurations(config.load(EXAMPLES / "paced.toml", [*guided, "pace.speedup=2"]))
+    assert faster.train_s(1) == TaskDurations(settings).train_s(1) / 2
     assert TaskDurations(settings).train_s(9) == pytest.approx(2 * 2 * layers * 0.1 * forwards)
     captured = config.load(EXAMPLES / "paced.toml", [*guided, "model.cuda_graphs=true", "train.cuda_graphs=true"])
     assert TaskDurations(captured).train_s(1) == TaskDurations(captured).train_s(9) / 9 < 2 * layers * 0.1
+    not_captured = config.load(EXAMPLES / "paced.toml", [*guided, "train.cuda_graphs=true"])  # without the model's
+    assert TaskDurations(not_captured).train_s(1) == TaskDurations(settings).train_s(1)
     assert TaskDurations(captured).train_s(1, 2) > TaskDurations(captured).train_s(1)  # a gang has no graphs
     stepwise = config.load(EXAMPLES / "qwen-image-ocr.toml")  # each of its two steps has passes of its own
     assert TaskDurations(stepwise).train_s(1) == pytest.approx(2 * 2 * layers * LAYER_S * (1 + BACKWARD_LORA + 1))
@@ -239,6 +260,7 @@ def test_machines_with_a_large_model_boot_and_load_it() -> None:
     )
 
     assert lora.start_up_s == full.start_up_s == start_up_s("qwen-image")
+    assert full.gradient_s == 2 * load_s("qwen-image")  # in float32, and the weights are in bfloat16
     assert [lora.publish_s, full.publish_s] == pytest.approx([PUBLISH_LORA_S, PUBLISH_LORA_S * 40.9 / 0.85])
 
 

@@ -31,7 +31,7 @@ from graphs.iteration import (
 )
 from graphs.layers import RESOURCES, Graph, Key
 from graphs.loop import learn_from
-from graphs.requests import candidates_for, drawn_samples, request_size, rollout_requests, unexplored
+from graphs.requests import candidates_for, drawn_samples, gangs_of, request_size, rollout_requests, unexplored
 from graphs.tasks import exploration, refills, sampling, training
 from graphs.tasks.context import RunContext
 from graphs.tasks.exploration import Candidates
@@ -543,11 +543,12 @@ def test_the_bandit_tries_each_prompts_next_candidates_and_no_more_than_there_is
     assert sum(map(len, tried.values())) <= limit * 2
 
 
-def test_the_bandit_leaves_a_prompt_alone_whose_kept_seeds_cannot_differ_more(journals: str) -> None:
-    candidates = replace(make_candidates(seeds_tried=16, keep=4), planner="bandit")
+@pytest.mark.parametrize("least", [0.0, -1.0])
+def test_the_bandit_leaves_a_prompt_alone_whose_kept_seeds_cannot_differ_more(journals: str, least: float) -> None:
+    candidates = replace(make_candidates(seeds_tried=16, keep=4), planner="bandit", reward_range=(least, least + 1.0))
     first = list(exploration.allocate(journals, candidates, 0, (), ()))
     known = [
-        Scored(request=each, rewards=(0.0, 1.0) if each.prompt == PROMPTS[0] else (1.0, 1.0))
+        Scored(request=each, rewards=(least, least + 1.0) if each.prompt == PROMPTS[0] else (least + 1.0,) * 2)
         for prompt in PROMPTS
         for each in [
             replace(first[0], prompt=prompt, seeds=tuple(seeds_of(candidates, prompt, 6)[at : at + 2]))
@@ -746,6 +747,23 @@ def test_rounds_are_of_the_candidates_that_there_is_time_for() -> None:
     assert candidates_for(settings, SETTING, 2, PROMPTS, VERSION, candidates_max=0).rounds == 1
 
 
+def test_equal_shares_are_of_all_candidates_and_no_round_is_without_a_request() -> None:
+    few = ("exploration.planner=equal", "exploration.seeds_tried=8", "exploration.request_seeds=4")
+    as_many, too_many = (load(*few, f"exploration.rounds={rounds}") for rounds in (0, 16))
+
+    shared = candidates_for(as_many, SETTING, 2, PROMPTS, VERSION, candidates_max=6)
+
+    assert shared.seeds_tried == 8
+    assert candidates_for(too_many, SETTING, 2, PROMPTS, VERSION).rounds == 8 // 4 * len(PROMPTS)
+
+
+@pytest.mark.parametrize(("elastic", "gangs"), [("true", 3), ("false", 1)])
+def test_as_many_requests_run_at_once_as_there_are_gangs(elastic: str, gangs: int) -> None:
+    settings = load("pools.spot.workers=6", "strategy.widths=[2, 4]", f"strategy.elastic={elastic}")
+
+    assert gangs_of(settings, ("spot",)) == gangs
+
+
 def test_exploration_is_an_ode_with_its_own_steps_and_the_weights_that_are_there() -> None:
     settings = load("train.algorithm=grpo", "rollout.sampler=sde")
 
@@ -881,6 +899,28 @@ def test_whatever_was_scored_each_prompt_keeps_so_many_different_candidates(data
         assert set(kept.seeds) <= set(seeds_of(candidates, kept.prompt, candidates.seeds_tried))
 
 
+def test_seeds_of_equal_rewards_are_kept_whatever_came_first() -> None:
+    candidates = make_candidates(keep=3)
+    scored = [
+        Scored(request=request, rewards=(0.5,) * len(request.seeds))
+        for each in allocated(candidates)
+        for request in each
+    ]
+
+    straight, turned = (exploration.select(candidates, each, allocated(candidates)) for each in (scored, scored[::-1]))
+
+    assert straight.kept == turned.kept
+
+
+def test_parts_count_by_their_prompts_in_the_share_that_teaches_nothing() -> None:
+    requests = [replace(make_request(), prompt=prompt, seeds=(1, 2)) for prompt in PROMPTS]
+    flat, *varied = score(requests, (1.0, 1.0, 0.0, 1.0, 0.0, 1.0))
+
+    parts = [training.advantage("group", [[flat]]), training.advantage("group", [varied])]
+
+    assert training.whole(parts).metrics["zero_std_ratio"] == pytest.approx(1 / 3)
+
+
 def test_rollouts_are_requested_prompt_by_prompt_in_the_order_of_the_selection() -> None:
     settings = load("rollout.request_seeds=3", "rollout.seeds_kept=8")
     selection = unexplored(settings, SETTING, 1, PROMPTS)
@@ -976,6 +1016,10 @@ def test_what_samples_is_what_is_explored_with_and_validated() -> None:
 
     assert policies() == {"old"}
     assert policies("train.old_decay=copy") == {"trained"}
+    assert policies("run.validate_policy=trained") == {
+        "old",
+        "trained",
+    }  # where the settings say so, another is validated
 
 
 def test_a_version_of_which_every_image_was_set_aside_has_none(tmp_path: Path) -> None:

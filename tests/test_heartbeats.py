@@ -44,6 +44,22 @@ def test_a_look_that_comes_a_little_late_is_no_pause() -> None:
     assert seen.look(EVERY_S + 1.9) == 0.0
 
 
+def test_a_pause_that_is_longer_than_a_worker_may_be_silent_is_told() -> None:
+    seen = heartbeats()
+
+    assert not seen.is_worth_telling(LIMIT_S)
+    assert seen.is_worth_telling(LIMIT_S + 0.1)
+
+
+def test_a_worker_that_takes_the_address_of_one_that_is_gone_is_not_silent() -> None:
+    seen = heartbeats()
+    seen.silent_s("a", 7.0)
+    seen.forget("a")
+    seen.look(EVERY_S)
+
+    assert seen.silent_s("a", 7.0) == 0.0
+
+
 def test_a_worker_is_overdue_after_ten_limits_unless_it_is_ready_or_gone() -> None:
     seen = heartbeats()
     for address in ("late", "ready"):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.market.ledger import (
+    ON_DEMAND,
     Ledger,
     Price,
     absolute,
@@ -110,6 +111,21 @@ def test_prices_that_count_from_the_start_begin_with_the_first_worker() -> None:
     assert moved["spot"] == Price(times_s=(400, 460), usd_per_h=(1.0, 3.0))
 
 
+def test_prices_of_the_calendar_stay_where_they_are() -> None:
+    of_days = Price(times_s=(0, 60), usd_per_h=(1.0, 3.0))
+
+    assert absolute({"spot": of_days}, [life("spot-0", 500, None)]) == {"spot": of_days}
+
+
+def test_only_what_spot_workers_did_would_cost_the_price_on_demand() -> None:
+    prices = {**PRICES, "reserved": Price.constant(1.0), ON_DEMAND: Price.constant(4.0)}  # it has no GPU
+    work = [span("reserved-0", 0, H), span("spot-0", 0, H)]
+
+    found = ledger(work, [life("reserved-0", 0, H), life("spot-0", 0, H)], prices)
+
+    assert found.usd_reserved_only == pytest.approx(1.0 + 4.0)
+
+
 def test_of_prices_whose_times_become_one_the_last_holds() -> None:
     price = Price(times_s=(0.0, 10.0, 20.0, 30.0), usd_per_h=(1.0, 2.0, 3.0, 4.0))
 
@@ -203,14 +219,14 @@ def test_work_that_a_person_stopped_is_not_wasted() -> None:
 
 def test_where_spans_overlap_useful_work_counts_first_and_then_the_later() -> None:
     spans = [
-        span("spot-0", 0, 10, phase="explore", outcome="dropped"),
-        span("spot-0", 2, 6, phase="rollout"),
-        span("spot-0", 4, 5, phase="score"),
+        span("spot-0", 3, 10, phase="explore", outcome="dropped"),
+        span("spot-0", 2, 6, phase="score"),
+        span("spot-0", 4, 5, phase="rollout"),
     ]
 
-    found = ledger(spans, [life("spot-0", 0, 10)], PRICES)
+    found = ledger(spans, [life("spot-0", 2, 10)], PRICES)
 
-    assert {entry.phase: entry.seconds for entry in found.entries} == {"explore": 6, "rollout": 3, "score": 1}
+    assert {entry.phase: entry.seconds for entry in found.entries} == {"explore": 4, "rollout": 1, "score": 3}
 
 
 def test_a_name_that_a_later_worker_takes_over_is_two_workers() -> None:

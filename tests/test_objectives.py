@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spotlight.rl.advantages import group_advantages, spread, zero_std_ratio
 from spotlight.rl.flow import sde_step
-from spotlight.rl.objectives import clipped_objective, gaussian_kl, nft_loss
+from spotlight.rl.objectives import clipped_objective, dpo_loss, gaussian_kl, guarded_log_ratio, nft_loss
 
 FIXTURE_GROUPS = list("abacba")
 FIXTURE_REWARDS = [1, 2, 3, 4, 5, 6]
@@ -128,6 +128,25 @@ def test_the_clipped_objective_stops_where_the_ratio_left_its_range_for_the_bett
             "approx_kl": (2 * math.log(1.5) ** 2 + 2 * math.log(0.5) ** 2) / 5 / 2,
         }
     )
+
+
+def test_no_gradient_flows_to_what_a_policy_is_compared_with() -> None:
+    old_B, old_BNC = torch.zeros(3, requires_grad=True), normal(1).requires_grad_()
+    new_B, new_BNC = torch.zeros(3, requires_grad=True), normal(2).requires_grad_()
+    losses = [
+        clipped_objective(new_B, old_B, torch.ones(3), clip_range=0.2)[0],
+        gaussian_kl(new_BNC, old_BNC, 0.5).sum(),
+        guarded_log_ratio(new_B, old_B, new_BNC, old_BNC, 0.5).sum(),
+        dpo_loss(new_B, new_B, old_B, old_B, beta=1.0)[0],
+    ]
+
+    for loss in losses:
+        loss.backward()
+
+    assert new_B.grad is not None
+    assert new_BNC.grad is not None
+    assert old_B.grad is None
+    assert old_BNC.grad is None
 
 
 def test_the_clipped_objective_refuses_unequal_shapes_and_ranges_out_of_range() -> None:

@@ -170,6 +170,9 @@ def test_exploration_that_was_worth_it_and_was_cut_short_lengthens_the_window() 
 
     assert cut.measured.explore_wait_s == 2 * 12.0 / 4
     assert cut_short(found, tried=0, dropped=2) == found
+    of_two, of_none = (replace(found, measured=replace(found.measured, spot=spot)) for spot in (2, 0))
+    assert cut_short(of_two, tried=4, dropped=2).measured.explore_wait_s == 2 * 12.0 / 4 / 2
+    assert cut_short(of_none, tried=4, dropped=2) == of_none
     state, without = Offload(window_s=20.0), found.measured
     assert adapt(state, cut.measured).window_s == adapt(state, without).window_s + 2 * 12.0 / 4 / 3.0
 
@@ -197,6 +200,69 @@ def test_spot_workers_that_come_and_go_make_an_iteration_unsteady(lives: list[Wo
 
     assert found
     assert (found.measured.spot, found.measured.steady) == (spot, False)
+
+
+def test_what_reserved_workers_trained_before_the_window_closed_was_no_training_since() -> None:
+    spans = [
+        make_span("reserved0", "rollout", 100.0, 121.0),
+        make_span("spot0", "rollout", 100.0, 150.0),
+        make_span("reserved1", "train", 110.0, 131.0),
+        make_span("reserved0", "train", 121.0, 131.0),
+        *(make_span(f"reserved{number}", "train", 155.0, 170.0) for number in range(2)),
+    ]
+    lives = [make_life(name) for name in ("reserved0", "reserved1", "spot0")]
+
+    found = balance(spans, lives, 3, began_s=100.0, window_s=20.0)
+
+    assert found
+    assert found.measured.train_wait_s == 155.0 - 131.0  # of both, since the window closed
+    assert found.train_s == (21.0 + 10.0 + 15.0 + 15.0) / 2
+
+
+def test_what_began_before_the_iteration_is_not_of_it() -> None:
+    earlier = make_span("spot0", "explore-r0", 90.0, 101.0)
+
+    found, plain = (
+        balance(spans, [make_life("spot0")], 3, began_s=100.0, window_s=20.0) for spans in ([earlier, *SPANS], SPANS)
+    )
+
+    assert found == plain
+
+
+def test_spot_workers_that_came_after_training_or_left_at_its_end_are_not_counted() -> None:
+    lives = [make_life("spot0"), make_life("spot1", 0.0, 170.0), make_life("spot2", 171.0)]
+
+    found = balance(SPANS, lives, 3, began_s=100.0, window_s=20.0)
+
+    assert found
+    assert found.measured.spot == 1
+    assert found.spare_s == 170.0 - 150.0
+
+
+def test_a_spot_worker_that_joined_late_had_time_from_then_on() -> None:
+    found = balance(SPANS, [make_life("spot0"), make_life("spot1", 163.0)], 3, began_s=100.0, window_s=20.0)
+
+    assert found
+    assert found.spare_s == (170.0 - 150.0) + (170.0 - 163.0)
+
+
+def test_rollouts_of_the_next_iteration_leave_exploration_less_time_and_nobody_has_waited_beside_them() -> None:
+    ahead = make_span("spot0", "rollout", 162.0, 172.0, iteration=4)
+
+    found = balance([*SPANS, ahead], [make_life("spot0")], 3, began_s=100.0, window_s=20.0)
+
+    assert found
+    assert found.spare_s == (170.0 - 150.0) - (172.0 - 162.0)
+    assert found.measured.remote_wait_s == 0.0
+
+
+def test_where_spot_workers_train_all_that_they_had_left_was_idle() -> None:
+    lives = [*(make_life(f"{pool}{number}") for pool in BOTH for number in range(2)), make_life("spot2")]
+
+    found = balance(make_shared(""), lives, 3, began_s=0.0, window_s=60.0)
+
+    assert found
+    assert found.idle_s == found.spare_s == 50.0
 
 
 def test_an_iteration_that_did_not_train_has_no_balance() -> None:

@@ -122,6 +122,14 @@ def test_the_last_few_requests_run_wide() -> None:
     assert [len(launch.workers) for launch in shared_by_two] == [4] * 2
 
 
+def test_requests_that_have_their_workers_take_no_share_of_what_is_left() -> None:
+    preempted, last = waiting("preempted", 2, begun=True), waiting("last", 1, widths=DOUBLING)
+
+    launches = plan(View(idle=node("spot", 5), waiting=(preempted, last)))
+
+    assert {name: len(gang) for name, gang in placed(launches).items()} == {"preempted": 1, "last": 4}
+
+
 def test_no_gang_is_wider_than_the_shards_that_are_not_done() -> None:
     nearly_done = replace(waiting("r", 1, widths=DOUBLING), slots=3)
 
@@ -219,6 +227,17 @@ def test_of_two_broken_gangs_with_half_a_gang_each_the_older_takes_both_halves()
     launches = plan(View(idle=node("spot", 2), waiting=(younger, older)))
 
     assert placed(launches) == {"older": ("spot/1", "spot/0")}
+
+
+def test_a_broken_gang_borrows_beside_its_own_survivors_rather_than_where_it_would_be_wider() -> None:
+    broken = waiting("broken", 1, widths=(2, 3), held=("spot-b/0",))
+    beside = waiting("beside", 2, exploring=True, widths=(2,), held=("spot-b/1",))
+    elsewhere = waiting("elsewhere", 3, exploring=True, widths=(3,), held=("spot-a/0", "spot-a/1", "spot-a/2"))
+    alone = tuple(idle(f"spot-{name}/0") for name in "cde")
+
+    launches = plan(View(idle=(*node("spot-a", 3), *node("spot-b", 2), *alone), waiting=(broken, beside, elsewhere)))
+
+    assert placed(launches)["broken"] == ("spot-b/0", "spot-b/1")
 
 
 def test_a_broken_rollout_takes_the_survivors_of_a_broken_exploration_and_not_the_other_way_round() -> None:

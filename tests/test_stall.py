@@ -48,4 +48,5 @@ def test_the_longest_work_the_missing_workers_and_the_requests_are_named() -> No
         "rollout 3 on spot-3 (for 3 s); rollout 2 on spot-2 (for 2 s); 2 more tasks; a worker: spot; "
         "12 requests are not begun"
     )
+    assert "more tasks" not in sentence(75.4, running[:3], missing=[], requests=0)
     assert sentence(75.4, [], missing=[], requests=0).endswith("waits for its scheduler")

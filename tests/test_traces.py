@@ -33,6 +33,11 @@ def random_traces(draw: st.DrawFn) -> Trace:
     return Trace(events=tuple(events), duration_s=(time_ms + draw(st.integers(1, 90_000))) / 1000)
 
 
+def available(trace: Trace, t_s: float) -> int:
+    """How many are alive at a moment, after what happens at that moment."""
+    return sum(1 if event.kind == "add" else -1 for event in trace.events if event.time_s <= t_s)
+
+
 @pytest.fixture(scope="module")
 def p3(shared_data: Path) -> Trace:
     """32 nodes for 11.4 h, published with bamboo."""
@@ -72,6 +77,7 @@ def test_half_of_the_published_instances_are_the_same_half_for_a_seed(p3: Trace)
     assert half == p3.sample(0.5, seed=3)
     assert half != p3.sample(0.5, seed=4)
     assert half.duration_s == p3.duration_s
+    assert len(parse_trace("0,3\n9000,3\n", where="t").sample(0.6, seed=0).events) == 2  # 1.8, rounded
 
 
 def test_events_of_a_moment_are_one_loss() -> None:
@@ -82,13 +88,22 @@ def test_events_of_a_moment_are_one_loss() -> None:
     summary = trace.summary()
 
     assert trace.losses() == (Loss(time_s=9.0, instances=2), Loss(time_s=36.0, instances=1))
-    assert [trace.available(t_s) for t_s in (-1, 0, 8.9, 9, 35, 36, 99)] == [0, 3, 3, 1, 1, 0, 0]
+    assert [each.tolist() for each in trace.steps()] == [[0, 9, 36], [3, 1, 0]]
     assert summary.mean_available == (3 * 9 + 1 * 27) / 36
     assert summary.median_available == 1  # for 27 of 36 s
     assert summary.losses_per_h == 3 / 0.01
     assert summary.losses_per_instance_h == pytest.approx(3 * 3600 / (3 * 9 + 1 * 27))
     assert summary.bulk_loss_share == 2 / 3
     assert summary.collapse_share == 1 / 2
+
+
+def test_half_of_the_time_there_were_as_many_as_the_median_or_fewer() -> None:
+    trace = parse_trace("0,add,a\n0,add,b\n23000,remove,a\n35000,remove,b\n40000,end,\n", where="t")
+
+    summary = trace.summary()
+
+    assert summary.median_available == 2  # for 23 of 40 s
+    assert summary.zero_share == 5 / 40
 
 
 @pytest.mark.parametrize(
@@ -224,7 +239,7 @@ def test_a_cut_has_who_was_there_then(trace: Trace, start: float, later_s: int) 
 
     part = trace.cut(start_s, trace.duration_s)
 
-    assert part.available(later_s) == trace.available(start_s + later_s)
+    assert available(part, later_s) == available(trace, start_s + later_s)
     assert part.duration_s == trace.duration_s - start_s
 
 
@@ -261,7 +276,7 @@ def test_places_follow_the_trace_up_to_their_number(trace: Trace, workers: int) 
     assert len(places) == workers
     for time_s in trace.steps()[0].tolist():
         up = sum(is_up(switches, time_s) for switches in places)
-        assert up == min(workers, trace.available(time_s))
+        assert up == min(workers, available(trace, time_s))
 
 
 @given(trace=random_traces(), workers=st.integers(1, 8))

@@ -54,7 +54,6 @@ class Decisions:
             yield from self._place(phase, at_s, everything=False)
             yield from self._train(state.phase(at_s))
         yield from self._place(phase, at_s)
-        yield from self._train(state.phase(at_s))  # again: perhaps no rollout waits any more
         yield from self._widen(at_s)
 
     def _place(self, phase: PhaseDecision, at_s: float, *, everything: bool = True) -> Iterator[Instruction]:

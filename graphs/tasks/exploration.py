@@ -207,10 +207,7 @@ def _keep(candidates: Candidates, prompt: Prompt, pairs: list[tuple[int, float]]
             explored_rewards=tuple(reward for _, reward in chosen),
         )
     known = dict(pairs)
-    untried = (
-        candidate_seed(candidates.seed, candidates.iteration, prompt, index)
-        for index in range(candidates.seeds_tried + candidates.keep)
-    )
+    untried = candidate_seeds(candidates.seed, candidates.iteration, prompt, range(candidates.keep))
     fill = [seed for seed in untried if seed not in known][: candidates.keep - len(pairs)]
     seeds = (*known, *fill)
     return Kept(prompt=prompt, seeds=seeds, explored_rewards=tuple(known.get(seed) for seed in seeds))

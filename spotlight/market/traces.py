@@ -96,11 +96,6 @@ class Trace:
             counts[event.time_s] = alive
         return np.array(list(counts)), np.array(list(counts.values()))
 
-    def available(self, t_s: float) -> int:
-        """How many are alive at a moment, after what happens at that moment; for many moments take `steps`."""
-        times_s, counts = self.steps()
-        return int(counts[np.searchsorted(times_s, t_s, side="right") - 1]) if t_s >= 0 else 0
-
     def losses(self) -> tuple[Loss, ...]:
         """What was lost together, in order of time."""
         moments = groupby((event for event in self.events if event.kind == "remove"), key=lambda event: event.time_s)
@@ -121,7 +116,7 @@ class Trace:
             hours=hours,
             max_available=int(counts.max()),
             mean_available=instance_h / hours,
-            median_available=float(counts[by_count][min(half, len(counts) - 1)]),
+            median_available=float(counts[by_count][half]),
             losses=losses,
             loss_events=len(events),
             losses_per_h=losses / hours,
@@ -178,7 +173,7 @@ class Trace:
         """The trace of a pool that takes ``capacity`` instances at most; they are named ``place-0``, ``place-1``, ...
 
         An instance that finds every place taken waits. A place is lost with its instance; an instance that waits
-        takes a free place at the same moment. So ``min(capacity, available)`` are alive at any moment.
+        takes a free place at the same moment. So as many are alive as in this trace, but ``capacity`` at most.
         """
         free, waiting, places = list(range(capacity)), dict[str, None](), dict[str, int]()
         limited: list[Event] = []

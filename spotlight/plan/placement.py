@@ -193,7 +193,7 @@ class _Free:
         Args:
             rivals: requests of its sort that still wait, this one included; they share the free workers evenly.
         """
-        share = sum([self._by_pool[pool] for pool in waiting.pools]) // rivals if rivals <= self.count else 0
+        share = sum([self._by_pool[pool] for pool in waiting.pools]) // rivals
         workers = self._with_held(waiting, share, borrow=False) if waiting.held else ()
         workers = workers or self._fresh(waiting, share)
         if not workers and waiting.begun:
@@ -258,7 +258,7 @@ class _Free:
         best: tuple[int, PoolNode] | None = None
         for place in {**self._workers, **self._held}:
             usable = len(self._workers[place]) + (len(self._own(waiting, place)) if waiting.held else 0)
-            better = usable and (best is None or (usable, place) > best)
+            better = best is None or (usable, place) > best
             if better and place[0] in waiting.pools and self._could_run(waiting, place):
                 best = (usable, place)
         if best is not None:
