@@ -243,14 +243,16 @@ def test_the_fork_server_finds_modules_where_its_program_does(tmp_path: Path) ->
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from cluster.worker.process import made_by_own_fork_server, own_fork_server
-said = "import sys; print(sys.modules['cluster.worker.preload'].__file__)"
+said = "import os, sys; print(sys.modules['cluster.worker.preload'].__file__, os.environ.get('PYTHONPATH'))"
 process = own_fork_server().Process(target=exec, args=(said,))
 made_by_own_fork_server(process)
 process.join()
 """
-    said = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, timeout=WAIT_S)
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, cwd="/", env=outside, capture_output=True, text=True, timeout=WAIT_S)
 
-    assert said.stdout == f"{tmp_path}/cluster/worker/preload.py\n"
+    assert said.stdout == f"{tmp_path}/cluster/worker/preload.py None\n"
 
 
 def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Path) -> None:

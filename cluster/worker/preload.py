@@ -27,6 +27,7 @@ import cluster.worker.process
 import spotlight.device.engine
 import spotlight.rl.models.tiny_text  # brings the transformers of all models, for an engine to start at once
 
+cluster.worker.process.take_back_pythonpath()
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal is for the driver, which stops its workers in order
 
 

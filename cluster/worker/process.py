@@ -34,6 +34,8 @@ from spotlight.store.leftovers import Scratch
 FOR_OTHERS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 """Signals blocked in the fork server and its engines: Ctrl-C is for the driver alone, and notices, which Slurm
 sends to all processes of a job, are for the workers."""
+PYTHONPATH_BEFORE = "SPOTLIGHT_PYTHONPATH"
+"""Variable with PYTHONPATH as it was before a fork server was to be started."""
 
 
 @record
@@ -132,14 +134,21 @@ def _have_it_end_with_this_process() -> None:
 @contextlib.contextmanager
 def _told_where_we_find_modules() -> Iterator[None]:
     """Hand ``sys.path`` on to a fork server that is started inside, which Python 3.11 does not."""
-    before = os.environ.get("PYTHONPATH")
+    os.environ[PYTHONPATH_BEFORE] = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if os.pathsep not in path)
     try:
         yield
     finally:
+        take_back_pythonpath()
+
+
+def take_back_pythonpath() -> None:
+    """Set the variable to what it was: a program that a worker starts may be another Python, with other modules."""
+    before = os.environ.pop(PYTHONPATH_BEFORE, None)
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
+    if before == "":
         del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
 
 
 def own_fork_server_pid() -> int:
