@@ -79,7 +79,7 @@ JOBS = {
         variant=SCENES,
         pictures=Shapes,
         scorer=lambda graded: GenEvalScorer(ShapeDetector(), graded=graded),
-        batches=4000,
+        batches=4500,
         batch=64,
     ),
 }
