@@ -379,7 +379,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--as-measured", action="store_true", help="say how long iterations last on an H100; run nothing else"
     )
-    parser.add_argument("--smoke", action="store_true", help="four runs of two iterations, and nothing is kept")
+    parser.add_argument("--smoke", action="store_true", help="runs of two iterations, and nothing is kept")
     return parser.parse_args(given)
 
 

@@ -210,6 +210,14 @@ def test_ratios_are_of_seeds_that_both_ran(theirs: dict[int, float], expected: t
     assert outcomes.interval(theirs, {0: 10.0, 1: 20.0, 2: 30.0}) == pytest.approx(expected)
 
 
+def test_a_ratio_of_which_neither_side_got_there_has_no_number() -> None:
+    lost, there = dict.fromkeys(range(4), inf), dict.fromkeys(range(4), 1.0)
+
+    assert [outcomes.ratio(outcomes.interval(*both)) for both in ((lost, lost), (lost, there), (there, lost))] == [
+        "not there"
+    ] * 3
+
+
 def test_an_interval_holds_what_other_seeds_might_have_shown() -> None:
     ours = dict.fromkeys(range(8), 10.0)
     theirs = {seed: 20.0 + 2 * seed for seed in range(8)}

@@ -125,7 +125,7 @@ def _draws(seeds: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 def ratio(found: tuple[float, float, float], digits: int = 1) -> str:
     """A ratio as text: without a number if half of the runs of either side did not reach the target; an end of the
     interval for which that holds is a dash."""
-    if found[0] in (0.0, inf):
+    if not 0 < found[0] < inf:  # not a number, if it holds of both sides
         return "not there"
     low, high = ("–" if end in (0.0, inf) else f"{end:.{digits}f}" for end in found[1:])
     return f"{found[0]:.{digits}f} [{low}, {high}]"

@@ -91,9 +91,9 @@ PAPERS = """### Does exploration pay where only reserved GPUs train, and trainin
 
 The paper's GPUs, four reserved and eight spot ones, but more training: without exploration spot GPUs would idle for 74
 % of an iteration, where the paper has 47 %. All have the base recipe but for how many prompts and samples of each an
-iteration rolls out, and how many samples it trains on. Iterations and seconds are those to the last target. *Sooner*,
-*cheaper*: than the first line. *Chosen samples*: how many times sooner than this line Spotlight is with four explored
-samples of a prompt.
+iteration rolls out, and how many samples it trains on. Iterations are those to the last target, seconds the mean of a
+run's. *Sooner*, *cheaper*: than the first line. *Chosen samples*: how many times sooner than this line Spotlight is
+with four explored samples of a prompt.
 """
 PAPERS_COLUMNS = (
     *("strategy", "prompts x samples", "trained on", "candidates a prompt", "iterations, by seed", "s an iteration"),
