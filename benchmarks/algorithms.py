@@ -35,14 +35,13 @@ def run_for(seconds: float, overrides: list[str], seed: int) -> tuple[float, flo
         first_row_s = None
         while run.alive:
             time.sleep(0.2)
-            done = len(run.directory.rows(HISTORY))
-            if done and first_row_s is None:
+            if first_row_s is None and run.directory.rows(HISTORY):
                 first_row_s = time.monotonic()
-            if first_row_s and time.monotonic() - first_row_s > seconds:
+            if first_row_s is not None and time.monotonic() - first_row_s > seconds:
                 break
         run.stop()
         _stopped(run)
-        return _finish(run.directory, done)
+        return _finish(run.directory, len(run.directory.rows(HISTORY)))  # one more may have ended
 
 
 def _stopped(run: Run) -> None:
@@ -67,10 +66,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=40.0, help="time of iterations, after the first")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", help="run only settings whose name contains this")
+    parser.add_argument("--only", default="", help="run only settings whose name contains this")
     arguments = parser.parse_args()
 
-    variants = {name: more for name, more in VARIANTS.items() if not arguments.only or arguments.only in name}
+    variants = {name: more for name, more in VARIANTS.items() if arguments.only in name}
+    if not variants:
+        parser.error(f"--only: no setting's name contains {arguments.only!r}: {', '.join(VARIANTS)}")
     results: dict[str, list[tuple[float, float, int]]] = {name: [] for name in variants}
     for seed in range(arguments.seeds):
         for name, overrides in variants.items():

@@ -449,7 +449,7 @@ def fuzz(kind: str, cases: int, number: int | None = None) -> None:
     """Try so many cases of a kind.
 
     Args:
-    number: of the attempt; each number tries other cases. None: always the same cases.
+        number: of the attempt; each number tries other cases. None: always the same cases.
 
     Raises:
         Exception: the first fault, minimised.

@@ -23,16 +23,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bandits.bound import coin_bound
-from benchmarks.bandits.policies import CHUNK, KEEP, POLICIES, PROMPTS, Equal, Told, explore
-from benchmarks.bandits.rewards import POOL, RECORDED, SCENARIOS, Array, Draw, Scenario
+from benchmarks.bandits.policies import CHUNK, KEEP, POLICIES, PROMPTS, Equal, Told, epoch, explore
+from benchmarks.bandits.rewards import RECORDED, SCENARIOS, Array, Draw, Scenario
 from spotlight.plan.bandit import allocate, rank_correlation
 from spotlight.plan.beliefs import Arm, Beliefs
 from spotlight.plan.subset import max_variance_subset
 
 EXPLORE_STEPS = RECORDED.with_name("explore_steps.jsonl")
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
-PARTS = (slice(None), slice(POOL // PROMPTS), slice(POOL // PROMPTS, None))
-"""Iterations: all, those in which prompts are met for the first time, and later ones."""
 CANDIDATE_S = 0.003
 """GPU seconds of one candidate: the embedded model's share of a batch of 512 on one core (docs/results/planner.md)."""
 TOLD = (
@@ -118,7 +116,7 @@ def table(rounds: int, seeds: int, only: str) -> None:
             continue
         found = {policy: _measure(scenario, make, rounds, seeds) for policy, make in POLICIES.items()}
         cells = " | ".join(_cell(found, policy) for policy in names)
-        of_optimum, of_informed = (_shares(found, of, PARTS) for of in ("optimum", "informed"))
+        of_optimum, of_informed = (_shares(found, of, parts(scenario)) for of in ("optimum", "informed"))
         print(f"| {name} | {cells} | {of_optimum} | {of_informed} |", flush=True)
 
 
@@ -132,10 +130,11 @@ def told_table(rounds: int, seeds: int, only: str) -> None:
         scenario, found = SCENARIOS[name], {}
         for policy in ("none", "equal", "informed", "planner"):
             found[policy] = _measure(scenario, POLICIES[policy], rounds, seeds)
-        cells = [_shares(found, "informed", PARTS)]
+        cells = [_shares(found, "informed", parts(scenario))]
         for others in (0, LIKE_THEM):
             runs = [explore(scenario, Told(_pool(scenario, seed, others)), rounds, seed)[0] for seed in range(seeds)]
-            cells.append(_shares(found | {"planner": (np.array(runs), np.zeros(seeds))}, "informed", PARTS))
+            told = found | {"planner": (np.array(runs), np.zeros(seeds))}
+            cells.append(_shares(told, "informed", parts(scenario)))
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
@@ -143,6 +142,12 @@ def _pool(scenario: Scenario, seed: int, others: int) -> Callable[[int], Sequenc
     """A run's own distributions, or those of ``others`` other runs."""
     seeds = [1000 + 100 * seed + other for other in range(others)] or [seed]
     return lambda k: [draw for each in seeds for draw in scenario(k, each)]
+
+
+def parts(scenario: Scenario) -> tuple[slice, slice, slice]:
+    """Iterations: all, those in which prompts are met for the first time, and later ones."""
+    first = epoch(len(scenario(0, 0)))
+    return slice(None), slice(first), slice(first, None)
 
 
 def _measure(scenario: Scenario, make: Callable[[], Equal], rounds: int, seeds: int) -> tuple[Array, Array]:
@@ -244,6 +249,8 @@ def main() -> None:
     )
     parser.add_argument("--told", action="store_true", help="instead: the planner's rule, if it knows more")
     arguments = parser.parse_args()
+    if not any(arguments.only in name for name in (TOLD if arguments.told else SCENARIOS)):
+        parser.error(f"--only: no scenario's name contains {arguments.only!r}: {', '.join(SCENARIOS)}")
     if arguments.record and arguments.explore_steps:
         record(EXPLORE_STEPS, (0, 1, 12, 13, 24, 25), steps=(2, 3, 4, 6, 8, 16), prompts=12, seeds=32)
     elif arguments.record:

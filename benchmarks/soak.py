@@ -148,8 +148,8 @@ def main() -> None:
         print(f"{who}: {growth:+.1%} since iteration {WARM}")
 
 
-def growths(rows: list[tuple[int, Memory]]) -> Memory:
-    """{kind of process: growth in MB from the first look after the hundredth iteration to the last one}"""
+def growths(rows: list[tuple[int, Memory]]) -> Mapping[str, float]:
+    """{kind of process: growth from the first look after the hundredth iteration to the last one, as a share}"""
     warm = [memory for iteration, memory in rows if iteration >= WARM]
     return {who: warm[-1][who] / warm[0][who] - 1 for who in warm[0]} if warm else {}
 

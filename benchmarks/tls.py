@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Semaphore
@@ -58,12 +58,20 @@ class Side:
         self.cpu_s: list[float] = []
         """CPU seconds of each iteration, by all processes."""
         self._pass_on = pass_on
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Have it end instead of waiting for a turn that does not come."""
+        self._is_stopped = True
+        self.turn.release()
 
     def go(self) -> None:
         Loop(self.run, self._compute, NoWatch()).go()
 
     def _compute(self, graph: Graph) -> Mapping[str, Any]:
         self.turn.acquire()
+        if self._is_stopped:
+            raise CancelledError("the other cluster failed")
         try:
             before_s, started_s = cpu_s(), time.perf_counter()
             results = self.pools.client.get(graph.graph, list(graph.outputs.values()))
@@ -101,8 +109,11 @@ def measure(iterations: int) -> dict[bool, Side]:
             stack.callback(sides[tls].pools.close)
         sides[True].turn.release()
         with ThreadPoolExecutor(len(sides)) as threads:
-            for done in [threads.submit(side.go) for side in sides.values()]:
-                done.result()
+            ended, _ = wait((threads.submit(side.go) for side in sides.values()), return_when=FIRST_EXCEPTION)
+            for side in sides.values():
+                side.stop()
+            for each in ended:
+                each.result()
     return sides
 
 
@@ -129,6 +140,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--save", type=Path, help="also write every iteration's seconds to this JSON file")
     arguments = parser.parse_args()
+    if arguments.iterations < 3:
+        parser.error("--iterations: at least 3, since the first is not counted, and one pair has no interval")
 
     sides = measure(arguments.iterations)
     if arguments.save:

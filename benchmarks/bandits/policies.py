@@ -25,7 +25,8 @@ Chunks = list[tuple[int, int, int]]
 """(prompt, first candidate, number of candidates) each."""
 
 PROMPTS, ITERATIONS = 16, 12
-"""Prompts of an iteration, and iterations: each prompt of a run is met four times, three iterations apart."""
+"""Prompts of an iteration, and iterations: each of 48 prompts is met four times, three iterations apart. Of the 40
+recorded ones 32 are met, six times, two iterations apart."""
 KEEP, CHUNK, SEEDS_TRIED = 8, 8, 32
 EPSILON = 0.2
 WORLDS, AHEAD = 64, 3 * CHUNK
@@ -286,13 +287,18 @@ POLICIES: Mapping[str, Callable[[], Equal]] = {
 }
 
 
+def epoch(prompts: int) -> int:
+    """Iterations in which so many prompts are each met once; those that fill no iteration are not met."""
+    return prompts // PROMPTS
+
+
 def explore(scenario: Scenario, policy: Equal, rounds: int, seed: int) -> tuple[list[float], int]:
     """Mean kept variance of each iteration, and candidates tried in all."""
     variances, candidates = [], 0
     for k in range(ITERATIONS):
         draws = scenario(k, seed)
-        per_epoch = len(draws) // PROMPTS
-        ids = range(k % per_epoch * PROMPTS, (k % per_epoch + 1) * PROMPTS)
+        first = k % epoch(len(draws)) * PROMPTS
+        ids = range(first, first + PROMPTS)
         rng = np.random.default_rng([seed, k])
         rewards = np.stack([draws[id](rng, PROMPTS * SEEDS_TRIED + KEEP) for id in ids], axis=1)
         trial = Trial(
