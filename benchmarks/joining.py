@@ -141,16 +141,18 @@ def resumes(trials: int) -> list[Split]:
         given = [part for setting in (*COMMON, "run.iterations=1000") for part in ("--set", setting)]
         settings = str(ROOT / "examples" / "ocr-tiny.toml")
         driver = _driver(cluster, "run", settings, "--into", str(run), *given)
-        with Client(cluster.address, set_as_default=False) as observer:
-            for _ in range(trials):
-                _one_more(run, driver)
-                driver.kill()
-                driver.wait()
-                began_s = time.time()
-                driver = _driver(cluster, "resume", str(run))
-                found.append(_to_work(RunDir(run), observer, driver, began_s))
-        driver.kill()
-        driver.wait()
+        try:
+            with Client(cluster.address, set_as_default=False) as observer:
+                for _ in range(trials):
+                    _one_more(run, driver)
+                    driver.kill()
+                    driver.wait()
+                    began_s = time.time()
+                    driver = _driver(cluster, "resume", str(run))
+                    found.append(_to_work(RunDir(run), observer, driver, began_s))
+        finally:
+            driver.kill()
+            driver.wait()
     return found
 
 

@@ -32,7 +32,7 @@ from spotlight.plan.subset import max_variance_subset
 EXPLORE_STEPS = RECORDED.with_name("explore_steps.jsonl")
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 CANDIDATE_S = 0.003
-"""GPU seconds of one candidate: the embedded model's share of a batch of 512 on one core (docs/results/planner.md)."""
+"""GPU seconds of one candidate: the embedded model's share of a batch of 512 on one core (docs/results/speed.md)."""
 TOLD = (
     "coins of Beta(0.3, 0.3)",
     "bells, std 0.02 to 0.25",

@@ -117,8 +117,8 @@ def train(job: Job, arguments: argparse.Namespace) -> None:
     clean = patches(np.stack([pictures.render(prompt, rng) for prompt in prompts]))
     out = arguments.out or job.variant.weights
     out.parent.mkdir(parents=True, exist_ok=True)
-    started_s = time.monotonic()
-    for done in track(range(1, (arguments.batches or job.batches) + 1), description="pre-training"):
+    started_s, batches = time.monotonic(), arguments.batches or job.batches
+    for done in track(range(1, batches + 1), description="pre-training"):
         index = rng.integers(job.renderings, size=job.batch)
         loss = flow_matching_loss(model, clean[torch.from_numpy(index)], [prompts[i].text for i in index], generator)
         optimizer.zero_grad()
@@ -126,7 +126,7 @@ def train(job: Job, arguments: argparse.Namespace) -> None:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         warm_up.step()
-        if done % arguments.save_every == 0:
+        if done % arguments.save_every == 0 or done == batches:
             path = Path(str(out).format(batches=done))
             save_file({k: v.contiguous() for k, v in model.state().items()}, path)
             spent = f"{time.monotonic() - started_s:.0f} s, of which {time.process_time():.0f} s of CPU"
