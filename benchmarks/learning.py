@@ -28,8 +28,6 @@ DATA = ROOT / "benchmarks" / "data" / "learning.jsonl"
 VALIDATION = ["run.validation_seeds=12"]
 """Seeds of each of the 20 held-out prompts: 240 images, whose mean has a standard error of some 0.02."""
 TARGET, IN_A_ROW = 0.9, 2
-FALL = 0.1
-"""A run that ever falls so far below its best is not steady."""
 
 BEFORE = ["train.old_decay=copy", "train.nft_beta=1.0", "train.levels=uniform", "train.timesteps=8"]
 RECIPES: dict[str, list[str]] = {
