@@ -452,6 +452,16 @@ def test_the_dearest_is_one_of_those_that_got_there() -> None:
     assert second[OURS][1] not in ("1", "–")
 
 
+def test_a_cell_in_which_nobody_got_there_is_on_the_page() -> None:
+    runs = [row(name, 0, seed, there=9) for name in ("reserved only (4)", OURS) for seed in (0, 1)]
+
+    lines = tables.page(runs, shown(trials=1)).splitlines()
+
+    assert f"| {OURS} | not there |" in lines
+    assert f"| {OURS} | – | not there | – | not there | – | not there |" in lines
+    assert not [line for line in lines if "nan" in line.split()]
+
+
 def test_the_figure_joins_those_that_no_other_beats_in_both() -> None:
     minutes_and_dollars = {"soon": (1.0, 9.0), "cheap": (9.0, 1.0), "middle": (4.0, 4.0), "alike": (4.0, 5.0)}
 

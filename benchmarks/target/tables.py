@@ -71,8 +71,9 @@ GLANCE = """## At a glance
 
 How many times sooner, and how many times cheaper, than *reserved only (4)* in the same column, to the last target of
 each job, with the 95 % interval. Each has its own best recipe. In italics: one of the two was not tuned, so both have
-the base recipe, if both were run with it. –: not run. Not there: half of the runs of one of the two did not get
-there; an end of an interval that is a dash is not known, since the same is so in too many draws of seeds.
+the base recipe; if the tuned one was not run with it, it keeps its own. –: not run. Not there: half of the runs of one
+of the two did not get there; an end of an interval that is a dash is not known, since the same is so in too many draws
+of seeds.
 """
 OLD = "†"
 OLDER = f"""
@@ -253,7 +254,8 @@ def _elsewhere(rows: Sequence[Row], job: str, regime: str, size: str, arguments:
     for gpu in LISTS.values():
         usd = {name: times_until(at_prices(runs, name, gpu), target, "usd") for name, runs in found.items()}
         medians = {name: statistics.median(mine.values()) for name, mine in usd.items()}
-        dearest = max((name for name in medians if not isinf(medians[name])), key=lambda name: medians[name])
+        there = (name for name in medians if not isinf(medians[name]))
+        dearest = max(there, key=lambda name: medians[name], default=next(iter(found)))
         for name, mine in usd.items():
             times = "1" if name == dearest else ratio(interval(usd[dearest], mine))
             columns[name] += [_median(mine.values()), times]
