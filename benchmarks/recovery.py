@@ -345,6 +345,7 @@ def _cold_start(cluster: Live, width: int, gang: str) -> Split:
         for process in ranks:  # only now, so that none has time to miss another
             process.wait()
     parts = ("interpreter", "imports", "model", "join", "step")
+    assert len(moments) == 1 + len(parts), "the first rank ended before its first step: its own words are above"
     return {part: stop_s - start_s for part, (start_s, stop_s) in zip(parts, pairwise(moments), strict=True)}
 
 
