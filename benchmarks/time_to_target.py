@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -221,25 +222,35 @@ def read(path: Path) -> Data:
     return Data(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else Data()
 
 
-def _begin() -> None:
-    """Set up a process that runs cases: it is nice to others, and ends with its parent, even in the middle of a
-    case."""
+def _begin(place: str) -> None:
+    """Set up a process that runs cases in a directory: it is nice to others, and ends with its parent, even in the
+    middle of a case, and the directory with it."""
     parent = parent_process()
     assert parent is not None
 
     def follow() -> None:
         parent.join()
+        for _ in range(10):  # the case goes on writing meanwhile, until it finds no directory
+            shutil.rmtree(place, ignore_errors=True)
         os._exit(1)
 
     os.nice(5)
+    tempfile.tempdir = place
     Thread(target=follow, daemon=True).start()
 
 
 def make(arguments: argparse.Namespace) -> None:
     """Run what is missing, ``--processes`` at a time; each run's line is written when it has ended."""
-    with ProcessPoolExecutor(
-        arguments.processes, mp_context=get_context("spawn"), max_tasks_per_child=8, initializer=_begin
-    ) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="time-to-target-") as place,
+        ProcessPoolExecutor(
+            arguments.processes,
+            mp_context=get_context("spawn"),
+            max_tasks_per_child=8,
+            initializer=_begin,
+            initargs=(place,),
+        ) as pool,
+    ):
         running: dict[Future[dict[str, Any]], Case] = {}
         while True:
             rows = read(arguments.data)
