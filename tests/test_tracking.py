@@ -197,6 +197,34 @@ def test_mlflow_finds_a_resumed_run_again_and_gets_the_same_points(
     assert len(points) == len(set(points)) == 8
 
 
+def test_two_runs_that_make_an_experiment_of_mlflow_at_once_are_both_in_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    joined: list[str] = []
+
+    class Client:
+        def get_experiment_by_name(self, name: str) -> Any:
+            return SimpleNamespace(experiment_id=made[0]) if made else None
+
+        def create_experiment(self, name: str) -> str:
+            made.append("the other's")
+            raise RuntimeError("RESOURCE_ALREADY_EXISTS")
+
+        def search_runs(self, numbers: list[str], filter_string: str) -> list[Any]:
+            return []
+
+        def create_run(self, number: str, run_name: str, tags: dict[str, str]) -> Any:
+            joined.append(number)
+            return SimpleNamespace(info=SimpleNamespace(run_id="0"))
+
+    stand_in(monkeypatch, "mlflow", MlflowClient=Client)
+
+    Tracking(run, with_trackers(run, "mlflow")).close("finished")
+
+    assert joined == ["the other's"]
+
+
 def test_tensorboard_has_every_point_once_however_often_a_run_was_resumed(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
