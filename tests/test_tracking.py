@@ -116,7 +116,7 @@ def test_every_tracker_is_told_metrics_by_step_and_no_worker_by_name(
     ]
 
 
-def test_wandb_has_the_iteration_that_a_run_was_stopped_in_after_a_validation(
+def test_a_stopped_run_has_not_failed_for_wandb_which_gets_the_iteration_that_it_was_stopped_in(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, config = recorded_wandb(monkeypatch), with_trackers(run, "wandb")
@@ -127,6 +127,7 @@ def test_wandb_has_the_iteration_that_a_run_was_stopped_in_after_a_validation(
     Tracking(run, config).close("finished")
 
     logged = [values for what, _, values in (call for call in calls if len(call) == 3) if what == "log"]
+    assert [call for call in calls if call[0] == "finish"] == [("finish", 0), ("finish", 0)]
     assert [values["iteration"] for values in logged] == [0, 0, 1, 2, 2]
     assert "reward_mean" in logged[-1]
     assert not [call for call in calls if call[0] == "dropped"]

@@ -213,7 +213,7 @@ class Wandb:
                 self._run.log({self.STEP: point.step, **point.values}, step=point.order)
 
     def close(self, ended: Ended) -> None:
-        self._run.finish(exit_code=int(ended != "finished"))
+        self._run.finish(exit_code=int(ended == "failed"))  # W&B shows runs as finished or failed
 
 
 def _has_wandb_key(wandb: Any) -> bool:
