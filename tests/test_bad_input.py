@@ -121,6 +121,14 @@ def test_a_setting_that_cannot_be_used_is_refused_before_anything_starts(
     assert list(tmp_path.glob("run-*")) == []
 
 
+def test_a_python_that_drops_docstrings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker could import transformers."""
+    monkeypatch.setenv("PYTHONOPTIMIZE", "2")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+    assert "-OO, or PYTHONOPTIMIZE=2" in refusal("run", settings_file(tmp_path))
+
+
 @pytest.mark.parametrize("verb", ["run", "graph"])
 def test_a_file_of_dasks_configuration_that_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
