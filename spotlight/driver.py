@@ -77,6 +77,7 @@ class Driver:
         from graphs.loop import Loop
 
         run, done = self._run, len(self._run.history())
+        self._accounts.settle()
         if cluster is not None:
             from cluster.start.existing import where
 
