@@ -102,7 +102,7 @@ class Background:
     def _drive(self, lease: Lease) -> None:
         """Run it to its end; an error is left in the lease's record, where other processes see it."""
         if is_url(self._run.url):  # another machine may have continued it meanwhile
-            self.accounts = Accounts(self._run, self._config)
+            self.accounts = Accounts(self._run, self._config, seen_s=self.accounts.seen_s)
         self.driver = Driver(self._run, self.accounts, lease, self._stop, began_s=self.began_s)
         try:
             self.driver.go(self._cluster)

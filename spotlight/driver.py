@@ -77,6 +77,11 @@ class Driver:
         from graphs.loop import Loop
 
         run, done = self._run, len(self._run.history())
+        self._accounts.settle()
+        if cluster is not None:
+            from cluster.start.existing import where
+
+            self._lease.names(where(cluster)[0], "", is_ours=False)  # to who stops the run before it is connected
         self.pools = RunCluster(config, run.url, cluster)
         ended: Ended = "failed"
         try:

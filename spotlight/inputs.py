@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,11 @@ def check_inputs(
         begun: whether the run has its first weights, so that it no longer needs the LoRA to start from.
         logged: doubts that were logged before; new ones are added.
     """
+    if sys.flags.optimize > 1:
+        raise SpotlightError(
+            "Python drops docstrings here (-OO, or PYTHONOPTIMIZE=2), and transformers cannot be imported then: leave "
+            "that out"
+        )
     logged = set() if logged is None else logged
     _log(settings.doubts, logged)
     data, model = settings.data, settings.model

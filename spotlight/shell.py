@@ -76,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that has no "×" shows a question mark
     try:
         _check_directory()
+        if parsed.verb in (_run, _resume, _submit, _simulate, _graph):
+            _check_dask()
         parsed.verb(parsed)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # Rich raises the latter
@@ -103,6 +105,17 @@ def _check_directory() -> None:
         Path.cwd()
     except FileNotFoundError:
         raise SpotlightError("the directory in which this command began is gone: change to another (`cd`)") from None
+
+
+def _check_dask() -> None:
+    """
+    Raises:
+        SpotlightError: a file of Dask's configuration cannot be read, and so Dask not be imported.
+    """
+    try:
+        import dask.config  # noqa: F401
+    except ValueError as error:
+        raise SpotlightError(f"{' '.join(str(error).split())}: mend that file, or move it away") from None
 
 
 def _print_no_more() -> None:

@@ -16,6 +16,7 @@ from spotlight.market.ledger import reserved_price
 from spotlight.records import Drained, SpotlightError, WorkerLife
 from spotlight.store.accounts import Accounts, alive_s, pool_prices
 from spotlight.store.creating import create_run_at
+from spotlight.store.lease import LEASE_S, Holder
 from spotlight.store.rows import HISTORY, SPANS, VALIDATION, WORKERS
 from spotlight.store.rundir import RunDir
 
@@ -51,6 +52,21 @@ def drained(spans: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Drain
 
 def books(run: RunDir) -> Accounts:
     return Accounts(run, run.config())
+
+
+def test_a_killed_run_is_paid_for_until_its_driver_was_last_seen(tmp_path: Path) -> None:
+    """Also if the next session is killed an hour later, before it has a worker."""
+    run = open_run(tmp_path)
+    run.append(SPANS, span("reserved-0", 10, 100))
+    run.append(WORKERS, life("reserved-0", 0, None))
+
+    for seen_s in (START_S + H, START_S + 2 * H):
+        holder = Holder(host="a", pid=1, files="", until_s=seen_s + LEASE_S)
+        run.objects.put("lease/000001.json", json.dumps(asdict(holder)).encode())
+        killed = books(run)
+        killed.settle()
+
+    assert killed.usd_by_pool(START_S + 9 * H)["reserved"] == pytest.approx(10.0)
 
 
 def test_a_killed_run_is_paid_for_until_its_last_span(tmp_path: Path) -> None:

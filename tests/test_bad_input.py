@@ -121,6 +121,28 @@ def test_a_setting_that_cannot_be_used_is_refused_before_anything_starts(
     assert list(tmp_path.glob("run-*")) == []
 
 
+def test_a_python_that_drops_docstrings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker could import transformers."""
+    monkeypatch.setenv("PYTHONOPTIMIZE", "2")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+    assert "-OO, or PYTHONOPTIMIZE=2" in refusal("run", settings_file(tmp_path))
+
+
+@pytest.mark.parametrize("verb", ["run", "graph"])
+def test_a_file_of_dasks_configuration_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    (tmp_path / "dask.yaml").write_text("distributed: [1,\n")
+    monkeypatch.setenv("DASK_CONFIG", str(tmp_path / "dask.yaml"))
+
+    said = refusal(verb, settings_file(tmp_path))
+
+    assert f"{tmp_path / 'dask.yaml'}' is malformed" in said
+    assert "mend that file, or move it away" in said
+    assert list(tmp_path.glob("run-*")) == []
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

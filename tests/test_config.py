@@ -593,6 +593,13 @@ def test_exploration_that_does_not_do_what_its_settings_seem_to_say_is_doubted(
     assert says in doubt
 
 
+def test_what_only_checkpoints_have_is_doubted_with_an_embedded_model(file: Path) -> None:
+    (doubt,) = load(file, ["model.gradient_checkpointing=true", "model.vae_dtype=bfloat16"]).doubts
+
+    assert doubt.startswith("model.gradient_checkpointing, model.vae_dtype counts nothing with 'tiny-text'")
+    assert load(file, ["model.gradient_checkpointing=false"]).doubts == ()
+
+
 def test_guidance_with_nft_is_doubted(file: Path) -> None:
     (doubt,) = load(file, ["rollout.guidance=4"]).doubts
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from cluster.start import existing
 from cluster.start.run_cluster import RunCluster
 from runs import settings_file
-from spotlight import config, driver
+from spotlight import attach, config, driver
 from spotlight.driver import Driver
 from spotlight.records import Drained, Span, SpotlightError, WorkerLife
 from spotlight.report.feed import Feed
@@ -126,3 +127,17 @@ def test_the_live_page_gets_the_last_rows_however_soon_they_come(tmp_path: Path)
     ours._close("finished")
 
     assert len(shown) == 2
+
+
+def test_a_run_says_which_cluster_resumes_it_before_it_is_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(existing, "CONNECT_S", 0.1)
+    run = create_run(config.load(settings_file(tmp_path)), 0.0)
+
+    with run.lock() as lease:
+        ours = Driver(run, Accounts(run, run.config()), lease, threading.Event(), began_s=NOW_S)
+        with pytest.raises(SpotlightError, match="no scheduler answers there"):
+            ours.go("tcp://127.0.0.1:1")
+
+        assert attach(run.path).resume_command == f"{run.resume_command} --cluster tcp://127.0.0.1:1"

@@ -14,7 +14,7 @@ from functools import partial
 from hashlib import sha256
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 from unittest.mock import patch
 
 import numpy as np
@@ -71,6 +71,7 @@ from spotlight.simulation import TaskTiming
 from spotlight.store import updates as kept_updates
 from spotlight.store.creating import create_run
 from spotlight.store.latents import MissingLatents, StaleEpoch
+from spotlight.store.objects import StoreError
 from spotlight.store.rundir import RunDir
 from spotlight.store.weights import PARTS, load, publish
 
@@ -796,7 +797,17 @@ def test_each_of_several_rewards_is_stored_beside_their_sum(run: RunDir, context
     assert scored.rewards == tuple(1.5 * (reward or 0.0) for reward in scored.parts[0])
 
 
-def test_a_gradient_that_was_computed_is_found_and_a_damaged_one_is_named(run: RunDir, context: RunContext) -> None:
+def out_of_reach(*_: object) -> Iterator[NoReturn]:
+    def fail(_: int) -> NoReturn:
+        raise StoreError("s3://a: could not be read")
+
+    return map(fail, [0])
+
+
+def test_a_gradient_that_was_computed_is_found_and_a_damaged_one_is_named(
+    run: RunDir, context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its store is out of reach it is not taken for damaged."""
     engine = Engine(run.path)
     samples = rolled_out(run, context, engine, 2)
     cut = replace(Cut.of(run.config()), prompts=2, parts=1)
@@ -805,10 +816,15 @@ def test_a_gradient_that_was_computed_is_found_and_a_damaged_one_is_named(run: R
     found = answer(engine.gradient(part))
     shutil.rmtree(run.path / "latents")
     again = Engine(run.path).gradient(part)  # without a latent it cannot be computed
+    with monkeypatch.context() as away:
+        away.setattr(kept_updates, "load_terms", out_of_reach)
+        with pytest.raises(StoreError):
+            engine.update(context.start, [[found]], [[found]], 0)
+    there_still = kept_updates.find(run.path, part)
     (file,) = (run.path / "updates" / "00000").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"x")
 
-    assert again == found
+    assert again == found == there_still
     with pytest.raises(SpotlightError, match=r"expected sha256 .*it was removed: `spotlight resume` computes it again"):
         engine.update(context.start, [[found]], [[found]], 0)
     assert kept_updates.find(run.path, part) is None

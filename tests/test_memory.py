@@ -114,7 +114,13 @@ def qwen_image(train: Any = (), run: Any = (), **changes: Any) -> tuple[Survey, 
             wide |= {name.replace("img", "txt"): shape for name, shape in wide.items()}
             shapes[f"transformer_blocks.{block}.{target}.weight"] = wide.get(target, (d, d))
     transformer = Network(
-        config={"num_layers": layers, "num_attention_heads": 24, "attention_head_dim": 128}, shapes=shapes
+        config={
+            "num_layers": layers,
+            "num_attention_heads": 24,
+            "attention_head_dim": 128,
+            "joint_attention_dim": 3584,
+        },
+        shapes=shapes,
     )
     vae = Network(config={"base_dim": 96, "temperal_downsample": [False, True, True]}, shapes={"all": (127_000_000,)})
     survey = Survey(family=FAMILIES["qwen-image"], transformer=transformer, vae=vae, encoders=())
@@ -225,6 +231,17 @@ def test_the_ranks_of_a_gang_share_what_training_keeps() -> None:
     alone, together = (memory.estimate(survey, each, QwenImage.lora_targets)[-1].parts for each in (settings, shared))
 
     assert together == {**alone, "activations": alone["activations"] / 4}
+
+
+def test_the_texts_of_all_samples_of_a_part_count() -> None:
+    survey, settings = qwen_image()
+    many = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"prompts": 800})})
+
+    few, more = (memory.estimate(survey, each, QwenImage.lora_targets)[-1] for each in (settings, many))
+
+    assert few.parts["texts"] == 8 * 128 * 3584 * 2  # samples, tokens, width, bytes
+    assert more.parts["texts"] == 100 * few.parts["texts"]
+    assert ["train.parts" in each.way_out for each in (few, more)] == [False, True]
 
 
 def test_both_samples_of_a_pair_count() -> None:

@@ -309,6 +309,7 @@ class LargeCall:
     """Its answer is larger than what the system holds between two processes."""
 
     verb = "large"
+    content = b""
 
     def on(self, device: Any, run_dir: str) -> bytes:
         device._on_beat(Beat(step=1, steps=1))
@@ -324,6 +325,17 @@ def test_an_engine_that_is_frozen_in_the_middle_of_its_answer_is_ended_after_the
 
     with pytest.raises(EngineLost, match="no sign of life for 1 s"):
         engine.call(str(tmp_path), cast("Any", LargeCall()), freeze)
+
+
+def test_an_engine_that_is_frozen_before_it_takes_a_large_call_is_ended_after_the_limit(
+    engine: EngineProcess, tmp_path: Path
+) -> None:
+    large = LargeCall()
+    large.content = bytes(8 << 20)
+    os.kill(engine.pid, signal.SIGSTOP)
+
+    with pytest.raises(EngineLost, match="no sign of life for 1 s"):
+        engine.call(str(tmp_path), cast("Any", large), lambda beat: None)
 
 
 def test_an_engine_that_the_system_cannot_end_holds_nobody_up(

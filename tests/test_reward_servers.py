@@ -251,6 +251,15 @@ def test_a_server_that_stays_away_ends_the_run_with_its_address_and_the_way_out(
         score(HttpScorer("http://127.0.0.1:9"), IMAGES, PROMPTS, attempts=3, patience_s=0.1)
 
 
+def test_a_server_that_breaks_every_connection_ends_the_run_with_what_it_was_asked() -> None:
+    def fail(n: int, payload: Mapping[str, Any]) -> Answer:
+        raise ConnectionResetError
+
+    says = f"broke the connection .*resume the run; .* at one of {len(IMAGES)} images of '{PROMPTS[0]}'.* answer 400"
+    with serving(fail) as server, pytest.raises(SpotlightError, match=says):
+        score(HttpScorer(server.url), IMAGES, PROMPTS, attempts=3, patience_s=0.1)
+
+
 @pytest.mark.parametrize(
     "why", [socket.gaierror(-2, "Name or service not known"), OSError(errno.EHOSTUNREACH, "No route to host")]
 )

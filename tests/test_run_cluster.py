@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -317,6 +318,31 @@ def test_a_worker_that_its_trace_takes_away_while_it_starts_does_not_stay(
     asyncio.run(live())
 
     assert len(started) == 1
+
+
+def test_a_worker_that_freezes_before_it_joins_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    start = local._start
+
+    def start_frozen(process: ForkServerProcess) -> None:
+        start(process)
+        assert process.pid
+        os.kill(process.pid, signal.SIGSTOP)
+        started.append(process.pid)
+
+    monkeypatch.setattr(local, "_start", start_frozen)
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": {}, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0, frozen_s=0.01)
+
+    async def live() -> None:
+        place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock([]))
+        await place.start()
+        async with asyncio.timeout(WAIT_S):
+            while len(started) < 2:
+                await asyncio.sleep(0.01)
+        await place.close()
+
+    asyncio.run(live())
 
 
 @pytest.mark.parametrize("error", [RuntimeError("name taken"), ValueError("name taken"), OSError(), TimeoutError()])

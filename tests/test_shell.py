@@ -31,7 +31,7 @@ from spotlight.records import Drained, SpotlightError, Stopped, WorkerLife
 from spotlight.run import Run
 from spotlight.shell import EXAMPLES, main
 from spotlight.store.accounts import Accounts
-from spotlight.store.creating import create_run
+from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.lease import Lease
 
 
@@ -273,6 +273,12 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
         with pytest.raises(SpotlightError, match=r"has two slashes: give s3://bucket/runs, and as text"):
             Run.attach(place)
     assert not Path("s3:").exists()
+
+
+def test_a_run_is_made_where_a_file_address_says(tmp_path: Path) -> None:
+    run = create_run_at(f"file://{tmp_path}/a", load(settings_file(tmp_path)))
+
+    assert run.path == tmp_path / "a"
 
 
 def test_a_run_into_a_directory_with_changed_prompts_is_refused(tmp_path: Path) -> None:

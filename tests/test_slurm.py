@@ -518,6 +518,21 @@ def test_a_job_that_cannot_be_submitted_is_tried_again_until_the_place_gives_up(
     assert len(tries) == slurm_jobs.FAILURES_MAX
 
 
+def test_jobs_that_are_submitted_no_more_for_an_unforeseen_error_are_said_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("cores")
+
+    monkeypatch.setattr(slurm_jobs, "worker_job", fail)
+    place = slurm_jobs.SlurmJobs("tcp://127.0.0.1:1", name="spot-0", job={"pool": "spot"})
+
+    asyncio.run(place._keep())
+
+    said = "spot-0: no job is submitted any more: an error in Spotlight itself, KeyError: 'cores'"
+    assert place.failure == said
+
+
 def test_a_job_counts_as_failed_only_if_no_worker_of_it_joined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

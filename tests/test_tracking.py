@@ -116,7 +116,7 @@ def test_every_tracker_is_told_metrics_by_step_and_no_worker_by_name(
     ]
 
 
-def test_wandb_has_the_iteration_that_a_run_was_stopped_in_after_a_validation(
+def test_a_stopped_run_has_not_failed_for_wandb_which_gets_the_iteration_that_it_was_stopped_in(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, config = recorded_wandb(monkeypatch), with_trackers(run, "wandb")
@@ -127,6 +127,7 @@ def test_wandb_has_the_iteration_that_a_run_was_stopped_in_after_a_validation(
     Tracking(run, config).close("finished")
 
     logged = [values for what, _, values in (call for call in calls if len(call) == 3) if what == "log"]
+    assert [call for call in calls if call[0] == "finish"] == [("finish", 0), ("finish", 0)]
     assert [values["iteration"] for values in logged] == [0, 0, 1, 2, 2]
     assert "reward_mean" in logged[-1]
     assert not [call for call in calls if call[0] == "dropped"]
@@ -195,6 +196,34 @@ def test_mlflow_finds_a_resumed_run_again_and_gets_the_same_points(
     assert ("experiment p/0", "reward_mean", 0.1, 101_000, 1) in points
     assert ("experiment p/0", "reward_mean", 0.2, 102_000, 2) in points
     assert len(points) == len(set(points)) == 8
+
+
+def test_two_runs_that_make_an_experiment_of_mlflow_at_once_are_both_in_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    joined: list[str] = []
+
+    class Client:
+        def get_experiment_by_name(self, name: str) -> Any:
+            return SimpleNamespace(experiment_id=made[0]) if made else None
+
+        def create_experiment(self, name: str) -> str:
+            made.append("the other's")
+            raise RuntimeError("RESOURCE_ALREADY_EXISTS")
+
+        def search_runs(self, numbers: list[str], filter_string: str) -> list[Any]:
+            return []
+
+        def create_run(self, number: str, run_name: str, tags: dict[str, str]) -> Any:
+            joined.append(number)
+            return SimpleNamespace(info=SimpleNamespace(run_id="0"))
+
+    stand_in(monkeypatch, "mlflow", MlflowClient=Client)
+
+    Tracking(run, with_trackers(run, "mlflow")).close("finished")
+
+    assert joined == ["the other's"]
 
 
 def test_tensorboard_has_every_point_once_however_often_a_run_was_resumed(

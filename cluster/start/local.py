@@ -38,6 +38,7 @@ from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import made_up_s, pool_switches, preemption_kinds, ups
 from spotlight.records import record
+from spotlight.store.device_locks import is_stopped
 
 RETRY_S = 0.05
 START_ATTEMPTS = 6
@@ -60,8 +61,8 @@ class PreemptionSchedule:
     grace_s: float = 30.0
     """Seconds from a notice to the kill."""
     frozen_s: float = 60.0
-    """Seconds after which a frozen worker is killed here, if the scheduler has not done so: it may not have joined
-    yet."""
+    """Seconds after which a frozen worker is killed here, or at most twice as many, if the scheduler has not done so:
+    it may not have joined yet."""
 
     @property
     def is_up_first(self) -> bool:
@@ -219,7 +220,7 @@ class WorkerKeeper(ProcessInterface):
             theirs.close()
             self._process = process
             if self._until_up_s() == 0 and self._wanted.is_set():  # else it was lost before it was there
-                await _end_of(process)
+                await _end_of(process, self._schedule.frozen_s)
                 return process.exitcode is not None and process.exitcode > 0
             return False
         finally:
@@ -246,11 +247,19 @@ def _start(process: ForkServerProcess) -> None:
     made_by_own_fork_server(process)
 
 
-async def _end_of(process: ForkServerProcess) -> None:
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+async def _end_of(process: ForkServerProcess, frozen_s: float) -> None:
+    """Wait for its end. It is killed if it was stopped at two looks in a row, as nobody else knows of one that has not
+    joined yet."""
+    loop, ended, was_stopped = asyncio.get_running_loop(), asyncio.Event(), False
     loop.add_reader(process.sentinel, ended.set)
     try:
-        await ended.wait()
+        while not ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), frozen_s)
+            stopped = process.pid is not None and is_stopped(process.pid)
+            if stopped and was_stopped:
+                process.kill()
+            was_stopped = stopped
     finally:
         loop.remove_reader(process.sentinel)
 

@@ -36,7 +36,7 @@ from cluster.scheduler.scheduler import LeanScheduler
 from cluster.start import janitor
 from spotlight.config import Config, PoolSection
 from spotlight.files import home
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, in_a_sentence
 
 logger = logging.getLogger("spotlight.slurm")
 
@@ -132,6 +132,13 @@ class SlurmJobs(ProcessInterface):
         await super().close()
 
     async def _keep(self) -> None:
+        try:
+            await self._submit_again_and_again()
+        except Exception as error:
+            logger.info("%s: no job is submitted any more", self._name, exc_info=error)
+            self.failure = f"{self._name}: no job is submitted any more: {in_a_sentence(error)}"
+
+    async def _submit_again_and_again(self) -> None:
         failures = 0
         while failures < FAILURES_MAX:
             await self._wanted.wait()

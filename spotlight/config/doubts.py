@@ -21,6 +21,7 @@ OF_TRACES: tuple[str, ...] = ("speedup", "trace_share", "trace_offset_h", "trace
 
 def doubts_of(settings: Config) -> Iterator[str]:
     """What is doubtful about settings, a sentence each."""
+    yield from _of_model(settings)
     yield from _of_training(settings)
     yield from _of_exploration(settings)
     yield from _of_machines(settings)
@@ -28,6 +29,14 @@ def doubts_of(settings: Config) -> Iterator[str]:
     yield from _of_traces(settings)
     yield from _of_pace(settings)
     yield from _of_paced_traces(settings)
+
+
+def _of_model(settings: Config) -> Iterator[str]:
+    model = settings.model
+    given = {"gradient_checkpointing": False, "vae_tiling": False, "vae_dtype": "auto"}
+    unused = [f"model.{key}" for key in given if getattr(model, key) != given[key]]
+    if model.embedded and unused:
+        yield f"{', '.join(unused)} counts nothing with {model.name!r}, which is small: leave it out"
 
 
 def _of_training(settings: Config) -> Iterator[str]:

@@ -148,7 +148,7 @@ class EngineProcess:
             Exception: whatever the call raised.
         """
         try:
-            self._calls.send((run_dir, call))
+            self._send((run_dir, call))
             kind, value = self._answer(on_beat, limit_s)
         except (EOFError, OSError):
             raise EngineLost(f"the engine process ended with {_exit_reason(self._restart())}") from None
@@ -164,6 +164,31 @@ class EngineProcess:
             self._restart()
             raise EngineLost(f"its device failed ({value}), and its process was ended")
         return value
+
+    def _send(self, message: tuple[str, Call[Any]]) -> None:
+        """Send what may be more than the system holds between two processes.
+
+        Raises:
+            _Hung: the process is stopped, and was ended.
+        """
+        taken, is_ended = threading.Event(), False
+
+        def end_if_stopped() -> None:
+            nonlocal is_ended
+            while not (taken.wait(self._hang_after_s) or is_ended):
+                if is_stopped(self.pid):
+                    is_ended = True
+                    self._process.kill()
+
+        threading.Thread(target=end_if_stopped, daemon=True).start()
+        try:
+            self._calls.send(message)
+        except OSError:
+            if is_ended:
+                raise _Hung(f"{self._hang_after_s:g} s") from None
+            raise
+        finally:
+            taken.set()
 
     def _answer(self, on_beat: Callable[[Beat], None], limit_s: float) -> tuple[str, Any]:
         """Wait for the answer to a call: ``("done", value)``, ``("raised", error)`` or ``("failed", text)``."""

@@ -42,6 +42,7 @@ from spotlight.rl.sums import sliced
 from spotlight.rl.trainer import Trainer
 from spotlight.store import updates, weights
 from spotlight.store.node import Node
+from spotlight.store.objects import StoreError
 
 PASSES = Beat(patience=5.0)
 """A pass forward and back, of many rows, takes a multiple of a denoising step."""
@@ -236,6 +237,8 @@ class Training:
         tensors = updates.load_terms(self._run_dir, iteration, terms)
         try:
             norm = self._trainer.step(rows, tensors, iteration=iteration, update=step)
+        except StoreError:  # out of reach for a while: the gradients are as they were
+            raise
         except SpotlightError:
             updates.clear(self._run_dir, iteration)  # a resumed run, with other settings, would find them again
             raise

@@ -213,7 +213,7 @@ class Wandb:
                 self._run.log({self.STEP: point.step, **point.values}, step=point.order)
 
     def close(self, ended: Ended) -> None:
-        self._run.finish(exit_code=int(ended != "finished"))
+        self._run.finish(exit_code=int(ended == "failed"))  # W&B shows runs as finished or failed
 
 
 def _has_wandb_key(wandb: Any) -> bool:
@@ -244,8 +244,7 @@ class MLflow:
         import mlflow
 
         self._client, project, name = mlflow.MlflowClient(), config.tracking.project, _plain(run.own_name)
-        experiment = self._client.get_experiment_by_name(project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        number = self._experiment(project)
         found = self._client.search_runs([number], filter_string=f"tags.`{self.TAG}` = '{name}'")
         made = found[0] if found else self._client.create_run(number, run_name=run.name, tags={self.TAG: name})
         self._id, self._is_resumed = made.info.run_id, bool(found)
@@ -253,6 +252,18 @@ class MLflow:
         """{metric: the steps that it had before this session}; a store of files would keep a step twice."""
         if found:
             self._client.update_run(self._id, status="RUNNING")
+
+    def _experiment(self, name: str) -> str:
+        """The experiment of this name; another run may make it at the same moment."""
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except Exception:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
+                    raise
+        return str(experiment.experiment_id)
 
     def log(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric

@@ -78,6 +78,8 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     kept = _saved(survey.transformer, checkpointed=model.gradient_checkpointing) * row * passes * train.micro_batch
     kept *= 2 if train.algorithm == "dpo" else 1  # the better and the worse sample of a pair
     kept /= train.width  # each rank of a gang keeps those of its own tokens
+    samples = math.ceil(settings.rollout.prompts * settings.seeds_trained / (train.updates * train.parts))
+    texts = samples * text_tokens(survey, model) * survey.transformer.config["joint_attention_dim"] * size  # of a part
     learned = {CAPTURED: kept * KEPT_LEARNING} if model.cuda_graphs and train.cuda_graphs else {}
     captured = {CAPTURED: denoising + sum(learned.values())} if model.cuda_graphs else {}
     size_px = f"{model.height_px} x {model.width_px} px"
@@ -105,10 +107,13 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
         ),
         Phase(
             name=f"training at {size_px} with{'' if model.gradient_checkpointing else 'out'} checkpointing",
-            parts={**weights, "what is trained": trained, **rewards, **captured, "activations": kept},
-            way_out="make train.micro_batch smaller, share its passes (train.width)"
-            if model.gradient_checkpointing
-            else "set model.gradient_checkpointing = true, or make train.micro_batch smaller",
+            parts={**weights, "what is trained": trained, **rewards, **captured, "activations": kept, "texts": texts},
+            way_out=(
+                "make train.micro_batch smaller, share its passes (train.width)"
+                if model.gradient_checkpointing
+                else "set model.gradient_checkpointing = true, or make train.micro_batch smaller"
+            )
+            + (", raise train.parts" if texts > kept else ""),
         ),
     )
 
@@ -141,11 +146,17 @@ def reward_bytes(settings: Config) -> float:
 
 def tokens(survey: Survey, model: ModelSection) -> int:
     """S: the tokens of the image, and of the longest usual text."""
-    config, family = survey.vae.config, survey.family
+    config = survey.vae.config
     stages = config.get("temperal_downsample") or config["block_out_channels"][1:]
     unit_px = 2 * 2 ** len(stages)
-    more_text = model.text_tokens - family.padded_to if model.text_tokens and family.padded_to else 0
-    return (model.height_px // unit_px) * (model.width_px // unit_px) + family.text_tokens + more_text
+    return (model.height_px // unit_px) * (model.width_px // unit_px) + text_tokens(survey, model)
+
+
+def text_tokens(survey: Survey, model: ModelSection) -> int:
+    """The tokens of the longest usual text."""
+    family = survey.family
+    more = model.text_tokens - family.padded_to if model.text_tokens and family.padded_to else 0
+    return family.text_tokens + more
 
 
 def width(transformer: Network) -> int:

@@ -49,9 +49,11 @@ class Accounts:
 
     Args:
         watched: another process drives the run, so workers that have not left are alive.
+        seen_s: when a driver that was killed was last seen; None: as its lease has it. Workers that have not left had
+            it until then, or until the last span.
     """
 
-    def __init__(self, run: RunDir, config: Config, *, watched: bool = False) -> None:
+    def __init__(self, run: RunDir, config: Config, *, watched: bool = False, seen_s: float | None = None) -> None:
         self._run, self._config = run, config
         self._prices = pool_prices(config)
         self._spans: list[Span] = []
@@ -71,6 +73,7 @@ class Accounts:
         self._first_done_s: float | None = None
         self._span_lines, self._life_lines = run.growing(SPANS, Span), run.growing(WORKERS, WorkerLife)
         self._add_spans(new_spans(run, self._span_lines)[1])
+        self.seen_s = _killed_s(run) if seen_s is None else seen_s
         self._lives: dict[int, WorkerLife] = {}
         """Workers of this session, by number."""
         self._earlier: list[WorkerLife] = []
@@ -137,9 +140,15 @@ class Accounts:
 
     def _divide(self, lives: Sequence[WorkerLife], *, watched: bool) -> None:
         """Divide lives into those of this session and those that have ended."""
-        last_s = self._latest_s[-1] if self._latest_s else 0.0
+        last_s = max([self.seen_s, *self._latest_s[-1:]])
         self._lives = {at: life for at, life in enumerate(lives) if watched and life.left_s is None}
         self._earlier = [_ended(life, last_s) for at, life in enumerate(lives) if at not in self._lives]
+
+    def settle(self) -> None:
+        """Write down until when workers of earlier sessions are paid for: what tells it of a killed one is lost with
+        the next."""
+        if self._earlier:
+            self._write_lives({})
 
     def check(self) -> None:
         """Check that the journals are there by which a run is paid for; not while it goes on.
@@ -493,6 +502,12 @@ def recoveries(
 
 def _makes_images(span: Span) -> bool:
     return span.phase.startswith(("rollout", "explore", "validate"))
+
+
+def _killed_s(run: RunDir) -> float:
+    """When a run's driver that was killed was last seen; 0 if the last one ended in order."""
+    last = run.last_holder()
+    return last.seen_s if last and not last.released else 0.0
 
 
 def _ended(life: WorkerLife, now_s: float) -> WorkerLife:

@@ -63,6 +63,11 @@ class Holder:
     """Why the run failed; empty where it did not, or could not say."""
 
     @property
+    def seen_s(self) -> float:
+        """When it was renewed last, by the clock of its owner's machine."""
+        return self.until_s - LEASE_S
+
+    @property
     def last_words(self) -> str:
         """Why a former holder failed, or that it was killed; empty where it ended in order."""
         if self.released:

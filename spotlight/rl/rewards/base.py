@@ -47,6 +47,10 @@ class Unreachable(Exception):
     """A server cannot be asked now: nothing listens at its address, or it says that it is busy or starting."""
 
 
+class Broken(Unreachable):
+    """A server took the connection and ended it without an answer: it is not up yet, or fails at what it was sent."""
+
+
 class Scorer:
     """Rewards images. It is called on workers, and checks prompts before a run begins."""
 
@@ -201,8 +205,11 @@ def _reached(scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: list[Promp
             if not patience_s:
                 raise
             if time.monotonic() > until_s:
+                at_these = f"{len(prompts)} images of {shown(prompts[0].text)}"
+                hint = f"; if it runs, it fails at one of {at_these}: have it answer 400 to that, and only that is lost"
                 raise SpotlightError(
                     f"{error}, for {patience_s:g} s (reward.patience_s): start the server, then resume the run"
+                    f"{hint if isinstance(error, Broken) else ''}"
                 ) from None
             _say_waiting(str(error), patience_s)
             time.sleep(pause_s)

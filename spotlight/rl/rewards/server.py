@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
-from spotlight.rl.rewards.base import Refused, Scorer, Unreachable
+from spotlight.rl.rewards.base import Broken, Refused, Scorer, Unreachable
 from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
 
 AGAIN = (408,)
@@ -156,7 +156,7 @@ def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str = "
 
     Raises:
         Refused: a 4xx that will not pass.
-        Unreachable: nothing listens there, or it says that it is busy.
+        Unreachable: nothing listens there, it says that it is busy, or it breaks the connection.
         OSError, ValueError: no answer in time, an error of the server's, or an answer that is no JSON object.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -182,14 +182,15 @@ def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str = "
         raise OSError(said) from None
     except urllib.error.URLError as error:
         if _is_away(error.reason):
-            raise Unreachable(f"{url} cannot be reached ({error.reason})") from None
+            kind = Broken if isinstance(error.reason, ConnectionResetError | BrokenPipeError) else Unreachable
+            raise kind(f"{url} cannot be reached ({error.reason})") from None
         if isinstance(error.reason, TimeoutError):
             raise _late(url, timeout_s) from None
         raise OSError(f"{url} cannot be asked ({error.reason})") from None
     except TimeoutError as error:
         raise error if url in str(error) else _late(url, timeout_s) from None
     except ConnectionError as error:
-        raise Unreachable(f"{url} broke the connection ({error})") from None
+        raise Broken(f"{url} broke the connection ({error})") from None
     try:
         found = json.loads(content)
     except ValueError:
