@@ -26,7 +26,7 @@ from spotlight.plan.bandit import (
     rank_correlation,
     rounds_of,
 )
-from spotlight.plan.beliefs import FADING, FORGOTTEN_AFTER, GRID_N, Arm, Beliefs, learn, posterior
+from spotlight.plan.beliefs import FADING, FORGOTTEN_AFTER, GRID_N, Arm, Beliefs, learn
 from spotlight.plan.subset import max_variance_subset, most_varied
 from spotlight.plan.worlds import imagine
 
@@ -324,14 +324,6 @@ def test_new_prompts_are_taken_for_what_the_others_were() -> None:
 
     assert chunks_of(after_solved, 2) == [0, 2]
     assert chunks_of(after_rare, 2)[0] > 0
-
-
-def test_many_rewards_that_no_kind_gives_leave_the_prompts_kind_open() -> None:
-    odd = Arm(prompt=0, rewards=(0.0,) * 12 + (0.5,) * 8 + (1.0,) * 12)
-
-    _, shares_PK = posterior([odd], Beliefs(), iteration=0)
-
-    assert shares_PK.max() < 0.9  # as independent draws from the kind that fits least badly they would be worth 0.998
 
 
 def test_an_old_belief_fades() -> None:
