@@ -435,6 +435,32 @@ def test_damaged_compacted_latents_are_missing_not_wrong(tmp_path: Path) -> None
         store.clean(request)
 
 
+def test_damaged_compacted_latents_are_left_out_when_others_join_them(tmp_path: Path) -> None:
+    store, damaged, late = LatentStore(str(tmp_path)), make_request(prompt_id=1), make_request(prompt_id=2)
+    commit_steps(store, damaged, until=4)
+    store.finish_iteration(0, "clean")
+    damage(*chunk_files(tmp_path))
+    commit_steps(store, late, until=4)
+
+    store.finish_iteration(0, "clean")
+
+    np.testing.assert_array_equal(store.clean(late), make_latents(late, 4))
+    with pytest.raises(MissingLatents, match="run it again"):
+        store.clean(damaged)
+
+
+def test_a_request_whose_compacted_latents_were_damaged_can_be_run_again(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=4)
+    store.finish_iteration(0, "clean")
+    damage(*chunk_files(tmp_path))
+    commit_steps(store, request, until=4)
+
+    store.finish_iteration(0, "clean")
+
+    np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
+
+
 def test_a_request_can_be_run_again_after_another_process_compacted_it(tmp_path: Path) -> None:
     store, request = LatentStore(str(tmp_path)), make_request()
     commit_steps(store, request, until=4)

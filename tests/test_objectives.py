@@ -90,7 +90,12 @@ def test_zero_std_ratio_is_the_share_of_groups_that_teach_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("rewards", "groups", "said"),
-    [([], [], "0 group ids"), ([1.0, 2.0], [0], "1 group ids"), ([1.0, math.nan], [0, 0], "nan")],
+    [
+        ([], [], "0 group ids"),
+        ([1.0, 2.0], [0], "1 group ids"),
+        ([1.0, math.nan], [0, 0], "nan"),
+        ([-math.inf], [0], "-inf"),
+    ],
 )
 def test_rewards_that_are_not_numbers_of_samples_are_refused(
     rewards: list[float], groups: list[int], said: str

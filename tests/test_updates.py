@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from spotlight.records import Gradient, GradientPart, WeightsRef
+from graphs.tasks.training import publish
+from spotlight.records import Gradient, GradientPart, Updated, WeightsRef
 from spotlight.rl.sums import tree_sum
-from spotlight.store import updates
+from spotlight.store import updates, weights
 
 FIRST = WeightsRef(version=0, sha256="0" * 64)
 SLICES = (["0", "1"], ["2"])
 
 
-def keep(run: Path, number: int, tensors: dict[str, Tensor]) -> Gradient:
-    part = GradientPart(weights=FIRST, iteration=0, update=0, number=number, samples=(), positions=(), slices=2)
+def keep(run: Path, number: int, tensors: dict[str, Tensor], iteration: int = 0) -> Gradient:
+    part = GradientPart(weights=FIRST, iteration=iteration, update=0, number=number, samples=(), positions=(), slices=2)
     return updates.put(run, part, Gradient(name="", rows=1), tensors, SLICES if tensors else None)
 
 
@@ -67,3 +68,16 @@ def test_whole_gradients_are_read_one_after_the_other_and_slices_of_a_sum_ahead(
         assert (len(read) > 1) == ahead
         assert len(read) < 9
         assert len(list(terms)) == 8
+
+
+def test_publishing_again_leaves_the_gradients_of_the_next_iteration(tmp_path: Path) -> None:
+    tensors = {name: torch.ones(2) for name in "012"}
+    weights.stage(tmp_path, 1, tensors, {}, {})
+    for _ in range(2):  # as when the worker that published is lost before it says so
+        keep(tmp_path, 0, tensors, iteration=0)
+        later = keep(tmp_path, 0, tensors, iteration=1)
+
+        publish(str(tmp_path), Updated(version=1, update=0))
+
+        assert [path.name for path in (tmp_path / "updates").iterdir()] == ["00001"]
+        assert updates.load(tmp_path, 1, later).keys() == tensors.keys()
