@@ -97,11 +97,20 @@ def test_the_preference_loss_is_that_of_the_published_code() -> None:
     assert right.item() == sum(m > 0 for m in inside) / BATCH
 
 
+def test_a_policy_that_is_the_reference_tells_no_pair_apart() -> None:
+    better, worse = normal(1, BATCH).abs(), normal(2, BATCH).abs()
+
+    loss, right = dpo_loss(better, worse, better, worse, beta=3.0)
+
+    assert loss.item() == pytest.approx(math.log(2))
+    assert right.item() == 0
+
+
 @pytest.mark.parametrize(
     "refused",
     [
-        lambda: matching_log_prob(normal(1), normal(2), torch.ones(3)),
-        lambda: matching_log_prob(normal(1), normal(2), torch.ones(BATCH), weighting="huber"),  # type: ignore[arg-type]
+        lambda: matching_log_prob(normal(1), normal(2), torch.ones(3), weighting="t", power=0.25),
+        lambda: matching_log_prob(normal(1), normal(2), torch.ones(BATCH), weighting="huber", power=1.0),  # type: ignore[arg-type]
         lambda: dpo_loss(*(normal(1, BATCH),) * 4, beta=0.0),
         lambda: guarded_log_ratio(normal(1, BATCH), normal(2, BATCH), normal(3), normal(4), 0.0),
     ],

@@ -43,7 +43,7 @@ from spotlight.rl.algorithms.base import Objective
 from spotlight.rl.algorithms.nft import Nft
 from spotlight.rl.algorithms.noising import noised
 from spotlight.rl.flow import initial_noise, sde_step
-from spotlight.rl.gradients import micro_batches, part_gradient
+from spotlight.rl.gradients import merged, micro_batches, part_gradient, rows_to_learn_from
 from spotlight.rl.models import captured
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import nft_loss
@@ -510,15 +510,33 @@ def test_each_of_the_samplers_levels_is_drawn_before_any_is_again(slots: int) ->
     assert len({tuple(levels) for levels in drawn.tolist()}) > 1  # in an order of each sample's own
 
 
-def test_the_learning_rate_rises_over_the_first_updates() -> None:
-    moved = []
-    for warm_up in (0, 4):
-        model = make_model()
-        trainer, before = make_trainer(model, warm_up=warm_up), weights_of(model)
-        trainer.update(make_batch(model, sampler="ode"), iteration=0)
-        moved.append(sum(float((value - before[name]).abs().sum()) for name, value in weights_of(model).items()))
+def ones_of(model: TinyText) -> dict[str, Tensor]:
+    """A gradient of all parameters."""
+    return {str(at): torch.ones_like(parameter) for at, parameter in enumerate(model.parameters())}
 
-    assert moved[1] == pytest.approx(moved[0] / 4, rel=1e-3)  # AdamW's steps are as long as the learning rate
+
+@pytest.mark.parametrize(
+    ("iteration", "update", "share"), [(0, 0, 1 / 4), (0, 1, 2 / 4), (1, 0, 3 / 4), (1, 1, 1), (2, 0, 1)]
+)
+def test_the_learning_rate_rises_over_the_first_updates(iteration: int, update: int, share: float) -> None:
+    model = make_model()
+    trainer, before = make_trainer(model, warm_up=4, updates=2, weight_decay=0, learning_rate=1e-2), weights_of(model)
+
+    trainer.step(1, [ones_of(model)], iteration=iteration, update=update)
+
+    for name, value in weights_of(model).items():  # AdamW's first steps are as long as the learning rate
+        torch.testing.assert_close(before[name] - value, torch.full_like(value, share * 1e-2), rtol=1e-3, atol=1e-6)
+
+
+def test_weights_decay_as_the_settings_say() -> None:
+    moved = []
+    for decay in (0.0, 0.5):
+        model = make_model()
+        make_trainer(model, weight_decay=decay, learning_rate=1e-2).step(1, [ones_of(model)], iteration=0, update=0)
+        moved.append(weights_of(model))
+
+    for name, value in weights_of(make_model()).items():
+        torch.testing.assert_close(moved[0][name] - moved[1][name], 1e-2 * 0.5 * value, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -675,6 +693,7 @@ def test_metrics_name_only_what_applies() -> None:
     grpo = make_trainer(make_model(), algorithm="grpo").update(batch, iteration=0)
 
     assert nft.keys() == {"loss", "grad_norm", "advantage_max"}
+    assert nft["advantage_max"] == 2  # of the worst sample: how far from its group, whichever way
     clipping = {"ratio_mean", "ratio_std", "pg_clipfrac", "pg_clipfrac_higher", "pg_clipfrac_lower", "approx_kl"}
     assert grpo.keys() == nft.keys() | {"log_prob_delta", "log_prob_delta_max"} | clipping
     assert all(type(value) is float for value in (nft | grpo).values())
@@ -692,13 +711,11 @@ def test_gradients_are_clipped_to_their_norm_and_reported_before_it() -> None:
 
 def test_the_averaged_weights_follow_every_update() -> None:
     """From the published code's warm-up on: a tenth of the untrained weights stays after the first update."""
-    model, decay = make_model(), 0.15
-    batch = make_batch(model, sampler="ode")
-    trainer = make_trainer(model, ema_decay=decay)
+    model = make_model()
+    trainer, expected = make_trainer(model, ema_decay=0.2, updates=2, learning_rate=1e-2), weights_of(model)
 
-    expected = weights_of(model)
-    for iteration, stays in enumerate((0.1, 0.15)):
-        trainer.update(batch, iteration=iteration)
+    for number, stays in enumerate((1 / 10, 2 / 11, 0.2)):
+        trainer.step(1, [ones_of(model)], iteration=number // 2, update=number % 2)
         expected = {name: stays * old + (1 - stays) * model.trainable()[name] for name, old in expected.items()}
 
     averaged = trainer.ema()
@@ -706,6 +723,24 @@ def test_the_averaged_weights_follow_every_update() -> None:
     for name, value in expected.items():
         torch.testing.assert_close(averaged[name], value, atol=1e-6, rtol=0)
     assert make_trainer(model).ema() is None
+
+
+def test_the_loss_is_a_mean_over_the_rows_of_each_update_and_then_over_updates() -> None:
+    updates: list[list[tuple[int, float, dict[str, float]]]] = [
+        [(1, 2.0, {}), (3, 6.0, {})],
+        [(4, 1.0, {}), (0, 0.0, {})],
+    ]
+
+    found = make_trainer(make_model()).finish(updates, [1.0, 4.0], iteration=0)
+
+    assert found == {"loss": ((1 * 2 + 3 * 6) / 4 + 1) / 2, "grad_norm": 2.5}
+
+
+def test_the_spread_of_parts_that_are_alike_is_zero_however_their_means_are_rounded() -> None:
+    assert merged([(3, {"ratio_mean": 0.9, "ratio_std": 0.0}), (4, {"ratio_mean": 0.9, "ratio_std": 0.0})]) == {
+        "ratio_mean": pytest.approx(0.9),
+        "ratio_std": 0,
+    }
 
 
 def test_parameters_without_a_gradient_have_no_state_and_need_none() -> None:
@@ -785,7 +820,7 @@ class Shrunk:
 
 
 def test_a_float16_network_has_gradients_however_many_rows_their_part_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = 2.0**15
+    times, losses = 2.0**15, list[float]()
     settings, found = TrainSection(lora_rank=4), {}
     for dtype in (torch.float32, torch.float16):
         model = TinyText.load("", torch.device("cpu"), dtype)
@@ -794,20 +829,41 @@ def test_a_float16_network_has_gradients_however_many_rows_their_part_has(monkey
         with monkeypatch.context() as patch:
             patch.setattr(gradients, "objective", lambda *args, **named: Shrunk(objective(*args, **named), times))
             made = part_gradient(model, settings, batch, seed=5, iteration=0, old=None)
+        losses.append(made.loss)
         found[dtype] = torch.cat([made.tensors[name].flatten() for name in sorted(made.tensors)]) * times
 
     cosine = torch.nn.functional.cosine_similarity(found[torch.float16], found[torch.float32], dim=0)
     assert cosine > 0.99
     assert found[torch.float16].norm() == pytest.approx(found[torch.float32].norm().item(), rel=0.05)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(value: float) -> None:
     model = make_model()
-    batch = make_batch(model, sampler="ode")
-    batch.clean_BNC[2] = math.inf
-    before = weights_of(model)
+    before, gradient = weights_of(model), ones_of(model)
+    gradient["2"].view(-1)[0] = value
 
-    with pytest.raises(SpotlightError, match=r"iteration 4, update 0: the gradient's norm is nan"):
-        make_trainer(model).update(batch, iteration=4)
+    with pytest.raises(SpotlightError, match=f"iteration 4, update 0: the gradient's norm is {value}"):
+        make_trainer(model).step(1, [gradient], iteration=4, update=0)
 
     assert equal(weights_of(model), before)
+
+
+def test_samples_that_are_all_alike_are_nothing_to_learn_from() -> None:
+    model = make_model()
+    batch = replace(make_batch(model, sampler="ode"), advantages_B=np.zeros(len(PROMPTS)))
+    before = weights_of(model)
+
+    metrics = make_trainer(model, ema_decay=0.5).update(batch, iteration=0)
+
+    assert metrics["grad_norm"] == 0
+    assert equal(weights_of(model), before)
+
+
+def test_an_update_learns_from_all_its_rows_if_one_part_can_be_learnt_from_or_the_policy_is_held_back() -> None:
+    alike, apart = {"advantage_max": 0.0}, {"advantage_max": 0.5}
+
+    assert rows_to_learn_from(TrainSection(), [(4, alike), (2, apart), (0, {})]) == 6
+    assert rows_to_learn_from(TrainSection(), [(4, alike), (2, alike), (0, {})]) == 0
+    assert rows_to_learn_from(TrainSection(kl=0.1), [(4, alike), (2, alike), (0, {})]) == 6
