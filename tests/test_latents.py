@@ -22,12 +22,14 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from zarr.core.buffer import Buffer
+from zarr.storage import LocalStore
 
 from factories import make_latents, make_request
 from spotlight.records import Request, SpotlightError
 from spotlight.store.compaction import iteration_path
 from spotlight.store.latents import LatentStore, MissingLatents, StaleEpoch
-from spotlight.store.zarr_store import AT_ONCE, ZarrStore, all_of
+from spotlight.store.zarr_store import AT_ONCE, ZarrStore, all_of, check_url, run
 
 TOKENS, CHANNELS = 3, 2
 """Of `make_latents`."""
@@ -197,6 +199,18 @@ def test_the_scores_of_a_finished_iteration_are_one_record(
     ]
     assert store.get_record(f"scores/{done.id}") is None
     assert store.get_record(f"scores/{other.id}") is not None
+
+
+def test_thumbnails_of_seeds_that_were_not_kept_go_with_the_iteration(tmp_path: Path) -> None:
+    store = LatentStore(str(tmp_path))
+    kept, left = (make_request(purpose="explore", prompt_id=number) for number in (1, 2))
+    rollout = make_request(purpose="rollout")
+    for request in (kept, left, rollout):
+        store.put_scores(request, {"digest": request.digest, "rewards": [0.5, 1.0], "thumbnails": ["a", "b"]})
+
+    store.finish_iteration(0, "clean", {kept.id})
+
+    assert ["thumbnails" in (store.scores(request) or {}) for request in (kept, left, rollout)] == [True, False, True]
 
 
 def test_scores_that_a_killed_writer_left_half_stored_are_of_no_request(tmp_path: Path) -> None:
@@ -605,6 +619,37 @@ def test_compaction_asks_a_store_many_questions_at_once_and_never_too_many(
     assert sum(count > AT_ONCE / 2 for count in seen) > 0.7 * len(seen)
     for request in done[::20]:
         np.testing.assert_array_equal(store.clean(request), make_latents(request, request.steps))
+
+
+def test_a_place_for_latents_that_can_be_used_is_left_as_it_was(tmp_path: Path) -> None:
+    check_url(str(tmp_path))
+
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_place_for_latents_that_keeps_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = LocalStore.set
+
+    async def torn(self: LocalStore, key: str, value: Buffer) -> None:
+        await write(self, key, value[:3])
+
+    monkeypatch.setattr(LocalStore, "set", torn)
+
+    with pytest.raises(SpotlightError, match="what was written does not read back"):
+        check_url(str(tmp_path))
+
+
+def test_an_answer_that_is_no_broken_line_is_not_asked_for_again(tmp_path: Path) -> None:
+    asked = []
+
+    async def refuse() -> None:
+        asked.append("once")
+        raise PermissionError("not yours")
+
+    with pytest.raises(PermissionError):
+        run(ZarrStore(str(tmp_path))._ask("a", "written", refuse))
+
+    assert asked == ["once"]
 
 
 def test_a_question_that_fails_ends_after_all_that_were_asked_with_it() -> None:

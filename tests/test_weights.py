@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -202,6 +203,25 @@ def test_an_attempt_that_goes_on_after_another_was_published_harms_nothing(tmp_p
     weights.load(tmp_path, ref, part)
     weights.retain(tmp_path, {1})
     assert versions(tmp_path) == ["v00001"]
+
+
+def test_a_version_is_on_the_disk_before_it_has_its_name_and_then_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power may lose what was only written, or renamed."""
+    root, flushed, fsync = tmp_path / "weights", list[str](), os.fsync
+
+    def synced(descriptor: int) -> None:
+        place = Path(f"/proc/self/fd/{descriptor}").resolve()
+        flushed.extend(versions(tmp_path) if place == root else [place.name.partition("-v0")[0]])
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", synced)
+        publish(tmp_path, 1)
+
+    assert sorted(flushed[:2]) == ["optimizer.safetensors", "weights.safetensors"]
+    assert flushed[2:] == ["manifest.json", ".writing", ".staged-v00001", "v00001"]
 
 
 def test_publishing_what_was_never_staged_says_so(tmp_path: Path) -> None:
