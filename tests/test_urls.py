@@ -399,11 +399,59 @@ def test_what_an_attempt_at_a_url_staged_after_another_was_published_goes(bucket
         weights.stage(bucket, version, {"a": np.full(3, version, np.float32)}, {}, {})
     weights.stage(bucket, 2, {"a": np.ones(3, np.float32)}, {}, {})
 
-    weights.retain(bucket, {1})
+    for _ in range(2):
+        weights.retain(bucket, {1})
+        keys = BucketObjects(bucket).sizes("weights")
+        weights.stage(bucket, 0, {"a": np.ones(3, np.float32)}, {}, {})  # after it was removed
 
-    keys = {key for key in BucketObjects(bucket).sizes("weights") if key.endswith(".json")}
-    assert keys == {"weights/staged-v00002.json", "weights/v00001/manifest.json"}
+    assert {key for key in keys if key.endswith(".json")} == {
+        "weights/staged-v00002.json",
+        "weights/v00001/manifest.json",
+    }
+    assert not [key for key in keys if "v00000" in key]
     assert weights.publish(bucket, 2).weights.version == 2
+
+
+def test_a_version_at_a_url_is_no_longer_published_when_its_files_go(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in range(2):
+        weights.stage(bucket, version, {"a": np.ones(3, np.float32)}, {}, {})
+        weights.publish(bucket, version)
+    delete = BucketObjects.delete
+
+    def killed(self: BucketObjects, *keys: str) -> None:
+        delete(self, keys[0])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BucketObjects, "delete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            weights.retain(bucket, {1})
+
+    assert weights.published(bucket, 0) is None
+
+
+def test_a_store_that_does_not_answer_is_not_taken_for_a_damaged_version(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights.stage(bucket, 0, {"a": np.zeros(3, np.float32)}, {}, {})
+    first = weights.publish(bucket, 0)
+    weights.stage(bucket, 0, {"a": np.ones(3, np.float32)}, {}, {})
+    get, asked = BucketObjects.get, list[str]()
+
+    def silent_once(self: BucketObjects, key: str) -> bytes | None:
+        asked.append(key)
+        if len(asked) == 1:
+            raise StoreError("no answer")
+        return get(self, key)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BucketObjects, "get", silent_once)
+        with pytest.raises(StoreError, match="no answer"):
+            weights.publish(bucket, 0)
+
+    assert weights.published(bucket, 0) == first
 
 
 def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) -> None:
