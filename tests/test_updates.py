@@ -76,7 +76,7 @@ def test_whole_gradients_are_read_one_after_the_other_and_slices_of_a_sum_ahead(
         assert len(list(terms)) == 8
 
 
-def test_a_gradient_is_found_again_if_it_is_whole_and_in_as_many_slices_as_are_wanted(tmp_path: Path) -> None:
+def test_a_gradient_is_found_again_if_it_is_whole_and_in_the_slices_that_are_wanted(tmp_path: Path) -> None:
     kept = keep(tmp_path, 0, {name: torch.ones(int(name) + 1) for name in "012"})
     announced = tmp_path / "updates" / "00000" / f"{kept.name}.json"
 
@@ -84,6 +84,24 @@ def test_a_gradient_is_found_again_if_it_is_whole_and_in_as_many_slices_as_are_w
     assert updates.find(tmp_path, replace(part_of(0), slices=3)) is None
     announced.write_text(json.dumps(asdict(replace(kept, slices=kept.slices[::-1]))))
     assert updates.find(tmp_path, part_of(0)) is None
+
+
+def test_a_sum_is_found_again_for_the_same_gradients_alone(tmp_path: Path) -> None:
+    kept = keep(tmp_path, 0, {name: torch.ones(2) for name in "012"})
+    summed = updates.put_sum(tmp_path, 0, [kept], 0, next(updates.load_slices(tmp_path, 0, [kept], 0)))
+    other = replace(kept, slices=tuple(replace(each, sha256="0" * 64) for each in kept.slices))
+
+    assert updates.find_sum(tmp_path, 0, [kept], 0) == summed
+    assert updates.find_sum(tmp_path, 0, [other], 0) is None
+
+
+def test_nothing_is_kept_of_a_sum_of_parts_that_taught_nothing(tmp_path: Path) -> None:
+    part = keep(tmp_path, 0, {})
+
+    summed = updates.put_sum(tmp_path, 0, [part], 0, {})
+
+    assert (summed.slices, summed.rows) == ((), part.rows)
+    assert [path.stem for path in (tmp_path / "updates" / "00000").iterdir()] == [part.name]
 
 
 def test_weights_between_two_updates_that_were_damaged_are_refused(tmp_path: Path) -> None:

@@ -461,7 +461,7 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
     )  # fmt: skip
     assert updates.find(bucket, part) is None
     tensors = {"0": torch.ones(3), "1": torch.arange(2.0)}
-    kept = updates.put(bucket, part, Gradient(name="", rows=2), tensors, [["0"], ["1", "2"]])
+    kept = updates.put(bucket, part, Gradient(name="", rows=5), tensors, [["0"], ["1", "2"]])
     digest = updates.put_weights(bucket, 0, {"a": torch.zeros(2)})
 
     parts = [kept, Gradient(name="without a row")]
@@ -469,7 +469,7 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
     summed = updates.put_sum(bucket, 0, parts, 1, {"1": 2 * next(updates.load_slices(bucket, 0, [kept], 1))["1"]})
     assert updates.find_sum(bucket, 0, parts, 1) == summed
     assert updates.find_sum(bucket, 0, parts, 0) is None
-    assert summed.rows == 2
+    assert summed.rows == 5
     assert updates.load(bucket, 0, summed)["1"].tolist() == [0, 2]
     BucketObjects(bucket).delete(f"updates/00000/{summed.name}.safetensors")
     assert updates.find_sum(bucket, 0, parts, 1) is None  # its rows alone are no use
@@ -489,7 +489,7 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
     with pytest.raises(SpotlightError, match="no such file"):
         updates.load(bucket, 0, kept)
 
-    updates.put(bucket, part, Gradient(name="", rows=2), tensors, [["0"], ["1", "2"]])
+    updates.put(bucket, part, Gradient(name="", rows=5), tensors, [["0"], ["1", "2"]])
     BucketObjects(bucket).put(f"updates/00000/{kept.name}.safetensors", bytes_kept[: kept.slices[1].start])
     assert updates.find(bucket, part) is None  # without its end
     with pytest.raises(SpotlightError, match="found no such file"):
