@@ -621,6 +621,30 @@ def test_kl_is_added_to_the_loss_with_its_weight(algorithm: str) -> None:
     assert bound["loss"] - free["loss"] == pytest.approx(1000 * bound["kl"], rel=1e-3)
 
 
+@pytest.mark.parametrize("algorithm", ["nft", "awm"])
+def test_kl_pulls_the_policy_to_a_reference_that_stands_still(algorithm: str) -> None:
+    model, start = make_model(), make_model()
+    batch = replace(make_batch(model, sampler="ode"), advantages_B=np.zeros(len(PROMPTS)))
+    settings: dict[str, Any] = {"algorithm": algorithm, "kl": 0.5, "timesteps": 1, "old_decay": "copy"}
+    trainer = make_trainer(model, max_grad_norm=UNBOUND, **settings)
+    trainer.step(1, [ones_of(model)], iteration=0, update=0)
+    policy = copy.deepcopy(model)
+
+    trainer.update(batch, iteration=1)
+
+    for p in policy.parameters():
+        p.grad = None
+    for b in range(len(PROMPTS)):
+        at = noised(batch, Rows((b,), (0,)), "sampler", (5, 1), policy)
+        v, v_start = (
+            each.velocity(at.x_RNC, at.sigma_R, batch.conditioning.rows([b]), guidance=1.0, **SIZE)
+            for each in (policy, start)
+        )
+        (0.5 * (v - v_start.detach()).square().mean() / len(PROMPTS)).backward()
+    expected = gradient_of(policy)
+    assert (gradient_of(model) - expected).norm() < 1e-3 * expected.norm()
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_updates_make_good_samples_likelier_and_bad_ones_less_so(algorithm: str) -> None:
     model = make_model()

@@ -103,19 +103,19 @@ class Clock(threading.Event):
 def test_an_object_that_is_to_be_durable_has_its_name_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
-    """A machine that loses its power may lose what was only renamed."""
-    named, fsync = [], os.fsync
+    """A machine that loses its power may lose what was only written, or renamed."""
+    synced, fsync = [], os.fsync
 
-    def synced(descriptor: int) -> None:
-        if Path(f"/proc/self/fd/{descriptor}").resolve() == tmp_path / "beliefs":
-            named.append((tmp_path / "beliefs/00001.json").exists())
+    def sync(descriptor: int) -> None:
+        place = Path(f"/proc/self/fd/{descriptor}").resolve()
+        synced.append((place.suffix or place.name, (tmp_path / "beliefs/00001.json").exists()))
         fsync(descriptor)
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", synced)
+        patched.setattr(os, "fsync", sync)
         DirectoryObjects(tmp_path).put("beliefs/00001.json", b"{}", durable=durable)
 
-    assert named == [True] * durable
+    assert synced == [(".part", False), ("beliefs", True)] * durable
 
 
 def test_one_of_two_drivers_has_a_run_and_the_other_is_told_who(objects: Objects) -> None:
