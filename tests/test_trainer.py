@@ -35,6 +35,7 @@ from batches import (
     weights_of,
 )
 from recorders import Repeats
+from spotlight import config
 from spotlight.config import TrainSection
 from spotlight.records import Interrupted, Sampler, SpotlightError
 from spotlight.rl import gradients
@@ -71,6 +72,15 @@ def test_before_the_first_update_the_ratio_is_exactly_one(sampler: Sampler, guid
     assert metrics["ratio_std"] == metrics["approx_kl"] == metrics["pg_clipfrac"] == 0
     # The worker ran another batch size, which changes the rounding of a mean of 512 squares and no more.
     assert metrics["log_prob_delta"] <= metrics["log_prob_delta_max"] < 1e-6
+
+
+def test_steps_of_a_window_are_judged_at_their_own_noise_levels() -> None:
+    model = make_model()
+    batch = make_batch(model, window=(1, 3))
+
+    metrics = make_trainer(model, algorithm="grpo", micro_batch=4).update(batch, iteration=0)
+
+    assert metrics["log_prob_delta_max"] < 1e-6
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "grpo-guard", "awm"])
@@ -309,6 +319,15 @@ def test_every_sample_is_in_one_part_of_one_update(
             assert {groups[sample] for sample in samples} <= ready
 
 
+def test_a_cut_has_pairs_only_where_these_are_trained_on_and_knows_the_settings_of_training(tmp_path: Path) -> None:
+    def cut(**train: Any) -> Cut:
+        data = {"train_prompts": "a", "validation_prompts": "b"}
+        return Cut.of(config.resolve({"data": data, "train": train}, tmp_path))
+
+    assert (cut().pairs, cut(algorithm="dpo", dpo_pairs=2).pairs) == (0, 2)
+    assert cut().settings == cut().settings != cut(learning_rate=1e-5).settings
+
+
 @pytest.mark.parametrize("algorithm", ["nft", "grpo", "grpo-guard", "awm"])
 def test_no_two_passes_follow_each_other_without_a_sign_of_life(
     monkeypatch: pytest.MonkeyPatch, algorithm: str
@@ -482,6 +501,19 @@ def test_the_old_policy_follows_at_the_end_of_each_iteration() -> None:
         torch.testing.assert_close(old[name], value, atol=1e-6, rtol=0)
     assert make_trainer(model, old_decay="copy").old() is None
     assert make_trainer(model, algorithm="grpo", old_decay=decay).old() is None
+
+
+def test_the_old_policy_follows_by_the_decay_of_all_updates_so_far() -> None:
+    model = make_model()
+    trainer, before = make_trainer(model, old_decay="linear", updates=2, learning_rate=0.1), weights_of(model)
+    trainer.step(1, [ones_of(model)], iteration=99, update=1)
+
+    trainer.finish([[(1, 0.0, {})]], [1.0], iteration=99)
+
+    old = trainer.old()
+    assert old is not None
+    for name, value in before.items():  # 0.001 of 200 updates
+        torch.testing.assert_close(old[name], 0.2 * value + 0.8 * model.trainable()[name], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("updates", [0, 1, 74, 75, 76, 100, 208, 209, 500, 600])
@@ -699,13 +731,14 @@ def test_weights_that_did_not_sample_are_refused_before_any_update() -> None:
     assert equal(weights_of(model), before)
 
 
-def test_a_log_prob_that_is_not_a_number_is_refused() -> None:
+@pytest.mark.parametrize("change", [math.nan, 0.5, -0.5])
+def test_a_log_prob_that_is_another_or_not_a_number_is_refused(change: float) -> None:
     model = make_model()
-    batch = make_batch(model)
+    batch = make_batch(model, window=(1, 3))
     assert batch.log_prob_BS is not None
-    batch.log_prob_BS[4, 1] = math.nan
+    batch.log_prob_BS[4, 1] += change
 
-    with pytest.raises(SpotlightError, match=r"sample 4, step 1: .* nan from the worker"):
+    with pytest.raises(SpotlightError, match=r"sample 4, step 2: .* from the worker"):
         make_trainer(model, algorithm="grpo").update(batch, iteration=0)
 
 
