@@ -217,9 +217,25 @@ def test_a_lease_whose_machine_is_gone_ends_and_its_owner_finds_out(
 
     with pytest.raises(SpotlightError, match="is running this run"):
         lost.check()
+    lost.release()
     next_.check()
+    assert list(objects.sizes("lease")) == ["lease/000002.json"]
     assert waits_s <= clock.waited_s <= waits_s + 2 * LOOK_S
     assert caplog.text.count("has not given this run back: it is taken over in 60 s") == bool(waits_s)
+
+
+def test_a_record_that_somebody_deleted_is_written_again_but_not_after_it_was_given_back(objects: Objects) -> None:
+    lease = Lease(objects, "here", lambda: 1000.0)
+    lease.take()
+    objects.delete("lease/000001.json")
+
+    lease._keep_on()
+    lease.check()
+    assert lease.holder()
+
+    lease.release()
+    lease._keep_on()  # a renewal that was on its way
+    assert lease.holder() is None
 
 
 def test_who_waits_for_an_owner_that_is_gone_can_be_stopped_and_sees_it_give_the_run_back(objects: Objects) -> None:
@@ -355,24 +371,44 @@ def test_a_journal_goes_on_after_another_machine_had_it(
     assert (tmp_path / "c" / "rows").read_text().split("\n")[:-1] == [f"row {row} of them" for row in range(40)]
 
 
+@pytest.mark.parametrize(("kept", "then"), [(1, 8), (1, 9), (14, 20)])  # of 30 rows, of which old parts begin with 8
 def test_a_journal_whose_replacement_was_cut_short_goes_on(
-    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, kept: int, then: int
 ) -> None:
     monkeypatch.setattr(journals, "PART_BYTES", 100)
     objects, rows = BucketObjects(bucket), tmp_path / "rows"
     killed, later = Journals(objects, tmp_path, ()), Journals(objects, tmp_path, ())
     write(rows, killed, range(30))
-    rows.write_text("row 0 of them\n")
+    rows.write_text("".join(f"row {row} of them\n" for row in range(kept)))
     with monkeypatch.context() as patch:
         patch.setattr(BucketObjects, "delete", lambda *_: None)
         killed.replace("rows")
 
     later.pull("rows", anew=True)
-    write(rows, later, range(1, 9))
+    write(rows, later, range(kept, then))
 
     rows.unlink()
     Journals(objects, tmp_path, ()).pull("rows", anew=True)
-    assert rows.read_text() == "".join(f"row {row} of them\n" for row in range(9))
+    assert rows.read_text() == "".join(f"row {row} of them\n" for row in range(then))
+
+
+def test_a_journal_that_is_written_anew_at_each_change_is_put_and_read_as_a_whole(tmp_path: Path, bucket: str) -> None:
+    first, second = (Journals(BucketObjects(bucket), tmp_path / name, ("lives",)) for name in "ab")
+    a, b = (tmp_path / name / "lives" for name in "ab")
+    for folder in (a.parent, b.parent):
+        folder.mkdir()
+    a.write_text("one\n")
+    first.push("lives")
+    second.pull("lives", anew=True)
+    b.write_text("two\n")
+    second.push("lives")
+
+    first.pull("lives", anew=True)
+    assert a.read_text() == "two\n"
+    a.write_text("one\n")
+    first.push("lives")
+    second.pull("lives", anew=False)
+    assert b.read_text() == "one\n"
 
 
 def test_weights_at_a_url_are_published_by_their_manifest_and_kept_by_version(tmp_path: Path, bucket: str) -> None:
