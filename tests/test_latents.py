@@ -647,7 +647,7 @@ def test_an_answer_that_is_no_broken_line_is_not_asked_for_again(tmp_path: Path)
         raise PermissionError("not yours")
 
     with pytest.raises(PermissionError):
-        run(ZarrStore(str(tmp_path))._ask("a", "written", refuse))
+        run(ZarrStore(str(tmp_path), retry_s=0.3)._ask("a", "written", refuse))
 
     assert asked == ["once"]
 
