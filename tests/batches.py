@@ -101,34 +101,36 @@ def make_model(*, rank: int = 0) -> TinyText:
     return model
 
 
-def make_batch(model: TinyText, *, sampler: Sampler = "sde", guidance: float = 1.0) -> TrainingBatch:
+def make_batch(
+    model: TinyText, *, sampler: Sampler = "sde", guidance: float = 1.0, window: tuple[int, int] = WINDOW
+) -> TrainingBatch:
     """Roll the model out as a worker does, one batch for all samples."""
     with torch.no_grad():
         conditioning = model.encode([f'a "{prompt}"' for prompt in PROMPTS])
         seeds, sigmas = range(len(PROMPTS)), model.sigmas(STEPS, **SIZE)
         x = initial_noise(seeds, *model.latent_shape(**SIZE))
-        window, log_probs = [x], []
+        latents, log_probs = [x], []
         for step, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
             v = model.velocity(x, torch.full((len(x),), sigma), conditioning, guidance=guidance, **SIZE)
-            if sampler not in ("sde", "cps", "dance") or step >= WINDOW[1]:
+            if sampler in ("sde", "cps", "dance") and step in range(*window):
+                noise = step_noise(seeds, step, *x.shape[1:])
+                x, log_prob, _, _ = sde_step(
+                    x, v, sigma, sigma_next, noise_level=NOISE_LEVEL, kind=sampler, sigma_cap=sigmas[1], noise_BNC=noise
+                )
+                log_probs.append(log_prob)
+            else:
                 x = ode_step(x, v, sigma, sigma_next)
-                continue
-            noise = step_noise(seeds, step, *x.shape[1:])
-            x, log_prob, _, _ = sde_step(
-                x, v, sigma, sigma_next, noise_level=NOISE_LEVEL, kind=sampler, sigma_cap=sigmas[1], noise_BNC=noise
-            )
-            window.append(x)
-            log_probs.append(log_prob)
+            latents.append(x)
     return TrainingBatch(
         clean_BNC=x,
         advantages_B=ADVANTAGES.copy(),
         conditioning=conditioning,
         guidance=guidance,
         sigmas=sigmas,
-        sde_window=WINDOW,
+        sde_window=window,
         sampler=sampler,
         noise_level=NOISE_LEVEL,
-        window_BKNC=torch.stack(window, dim=1) if log_probs else None,
+        window_BKNC=torch.stack(latents[window[0] : window[1] + 1], dim=1) if log_probs else None,
         log_prob_BS=torch.stack(log_probs, dim=1) if log_probs else None,
         **SIZE,
     )

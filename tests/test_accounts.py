@@ -17,7 +17,7 @@ from spotlight.records import Drained, SpotlightError, WorkerLife
 from spotlight.store.accounts import Accounts, alive_s, pool_prices
 from spotlight.store.creating import create_run_at
 from spotlight.store.lease import LEASE_S, Holder
-from spotlight.store.rows import HISTORY, SPANS, VALIDATION, WORKERS
+from spotlight.store.rows import EVENTS, HISTORY, SPANS, VALIDATION, WORKERS
 from spotlight.store.rundir import RunDir
 
 START_S = 1_700_000_000.0
@@ -112,17 +112,18 @@ def test_the_ledger_of_an_iteration_holds_until_the_next(tmp_path: Path) -> None
 
 def test_a_pause_that_ends_after_its_iteration_or_is_told_of_late_counts_in_the_next(tmp_path: Path) -> None:
     kept, found = books(open_run(tmp_path)), []
-    for start_s, stop_s, paused_at_s in ((0, 10, 4), (12, 20, 11), (20, 30, 15), (30, 40, 40)):
+    for start_s, stop_s, paused_at_s in ((0, 10, 4), (12, 20, 11), (20, 30, 15), (30, 40, 45), (40, 50, 50)):
         pause = {"event": "paused", "at_s": START_S + paused_at_s, "lost_s": 2.0}
         kept.take(Drained.of({"spans": [], "workers": [], "events": [pause], "decisions": []}))
         times = [kept.measure(START_S + start_s, START_S + stop_s) for _ in range(2)]
         found.append([each.get("paused_s", 0.0) for each in times])
 
-    assert found == [[2.0, 2.0]] * 4
+    assert found == [[2.0, 2.0]] * 3 + [[0.0, 0.0], [4.0, 4.0]]
 
 
 def test_a_gang_recovers_also_if_its_loss_was_told_of_before_its_next_step(tmp_path: Path) -> None:
-    accounts = books(open_run(tmp_path))
+    run = open_run(tmp_path)
+    accounts = books(run)
     for event, after_s in (("broken", 10), ("broken", 12), ("stepped", 14)):  # from its first loss on
         told = {"event": event, "at_s": START_S + after_s, "gang": "rollout/0"}
         accounts.take(Drained.of({"spans": [], "workers": [], "events": [told], "decisions": []}))
@@ -130,6 +131,30 @@ def test_a_gang_recovers_also_if_its_loss_was_told_of_before_its_next_step(tmp_p
     measured = accounts.measure(START_S, START_S + 20)
 
     assert (measured["gangs_broken"], measured["recovery_s"]) == (1.0, 4.0)
+    assert [row["event"] for row in run.rows(EVENTS)] == ["broken", "broken", "stepped"]
+
+
+def test_an_iteration_has_the_dollars_of_its_own_time_and_those_losses_that_nobody_asked_for(tmp_path: Path) -> None:
+    accounts = books(open_run(tmp_path))
+    accounts.take(drained([], [life("reserved-0", 0, None), life("spot-0", 0, H + 360, "sent away")]))
+
+    measured = accounts.measure(START_S + H, START_S + 2 * H)
+
+    assert measured["usd"] == pytest.approx(10.0 + 2.0 / 10)
+    assert measured["preemptions"] == 0
+
+
+def test_what_is_told_of_late_counts_when_an_iteration_is_measured_again(tmp_path: Path) -> None:
+    accounts, window = books(open_run(tmp_path)), (START_S, START_S + 10)
+    accounts.take(drained([span("spot-0", 1, 5)], [life("spot-0", 0, None)]))
+    measured = [accounts.measure(*window)]
+
+    for spans, lives in (([span("spot-0", 6, 8)], []), ([], [life("spot-0", 0, 9, "lost")])):
+        accounts.take(drained(spans, lives))
+        measured.append(accounts.measure(*window))
+
+    assert [each["busy_s.spot-0"] for each in measured] == [4, 6, 6]
+    assert [each["preemptions"] for each in measured] == [0, 0, 1]
 
 
 def test_a_run_whose_workers_are_gone_is_accounted_for_until_the_last_of_them_whatever_the_clock_says(
@@ -199,8 +224,10 @@ def test_all_lives_are_written_however_few_of_them_changed(tmp_path: Path) -> No
     kept.take(
         Drained.of({"spans": [], "workers": [(0, life("spot-0", 60, 70, "lost"))], "events": [], "decisions": []})
     )
+    before_the_end = run.rows(WORKERS)
     kept.close(START_S + 99)
 
+    assert before_the_end[1:] == [life("spot-0", 60, 70, "lost"), life("spot-1", 60, None)]
     assert run.rows(WORKERS) == [
         life("reserved-0", 0, 50, "end"),
         life("spot-0", 60, 70, "lost"),

@@ -32,6 +32,7 @@ from spotlight.config import TrainSection
 from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.rl.algorithms import Rows, TrainingBatch, objective
 from spotlight.rl.algorithms.noising import noised
+from spotlight.rl.flow import sde_step
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import clipped_objective, dpo_loss, guarded_log_ratio, matching_log_prob
 from spotlight.rl.parts import preference_pairs
@@ -97,11 +98,20 @@ def test_the_preference_loss_is_that_of_the_published_code() -> None:
     assert right.item() == sum(m > 0 for m in inside) / BATCH
 
 
+def test_a_policy_that_is_the_reference_tells_no_pair_apart() -> None:
+    better, worse = normal(1, BATCH).abs(), normal(2, BATCH).abs()
+
+    loss, right = dpo_loss(better, worse, better, worse, beta=3.0)
+
+    assert loss.item() == pytest.approx(math.log(2))
+    assert right.item() == 0
+
+
 @pytest.mark.parametrize(
     "refused",
     [
-        lambda: matching_log_prob(normal(1), normal(2), torch.ones(3)),
-        lambda: matching_log_prob(normal(1), normal(2), torch.ones(BATCH), weighting="huber"),  # type: ignore[arg-type]
+        lambda: matching_log_prob(normal(1), normal(2), torch.ones(3), weighting="t", power=0.25),
+        lambda: matching_log_prob(normal(1), normal(2), torch.ones(BATCH), weighting="huber", power=1.0),  # type: ignore[arg-type]
         lambda: dpo_loss(*(normal(1, BATCH),) * 4, beta=0.0),
         lambda: guarded_log_ratio(normal(1, BATCH), normal(2, BATCH), normal(3), normal(4), 0.0),
     ],
@@ -188,15 +198,39 @@ def judged(policy: TinyText, batch: TrainingBatch, b: int, step: int) -> tuple[T
     return torch.distributions.Normal(mean, std).log_prob(x_next).mean(), std, dt
 
 
+EVERYONE = tuple(range(len(PROMPTS)))
+
+
 def test_a_second_guarded_update_measures_the_mean_from_before_the_first() -> None:
-    model = make_model()
-    batch = replace(make_batch(model), log_prob_BS=None)
-    settings: dict[str, Any] = {"algorithm": "grpo-guard", "updates": 2, "clip_range": 1e-3, "learning_rate": 1e-3}
+    model, before = make_model(), make_model()
+    batch = make_batch(model)
+    assert batch.window_BKNC is not None
+    x, x_next, (t, t_next) = batch.window_BKNC[:, 1], batch.window_BKNC[:, 2], batch.sigmas[1:3]
+    settings, rows = TrainSection(algorithm="grpo-guard", clip_range=0.5), Rows(EVERYONE, (1,) * len(EVERYONE))
+    goal = objective(model, settings, batch, seed=0, iteration=0, old=None)
+    goal.remember([rows], first=False)
+    shift(model)
 
-    metrics = make_trainer(model, **settings).update(batch, iteration=0)
+    loss = goal.loss(rows)
 
-    assert metrics["ratio_std"] > 0
-    assert math.isfinite(metrics["loss"])
+    def step(policy: TinyText) -> tuple[Tensor, Tensor, Tensor, float]:
+        v = policy.velocity(x, torch.full((len(x),), t), batch.conditioning, guidance=1.0, **SIZE)
+        cap = batch.sigmas[1]
+        return sde_step(x, v, t, t_next, noise_level=NOISE_LEVEL, sigma_cap=cap, x_next_BNC=x_next)
+
+    (_, old, old_mean, _), (_, log_prob, mean, std) = step(before), step(model)
+    bias = (mean - old_mean).square().mean(dim=(1, 2)) / (2 * std**2)
+    ratio, advantages = ((log_prob - old + bias) * std).exp(), torch.from_numpy(ADVANTAGES)
+    expected = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.5, 1.5)).mean() / (t - t_next)
+    assert bias.min() > 1e-3
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@torch.no_grad()
+def shift(model: TinyText) -> None:
+    """Move the policy, as updates do."""
+    for parameter in model.parameters():
+        parameter.mul_(1.5)
 
 
 @pytest.mark.parametrize("form", ["paper", "code"])
@@ -225,6 +259,20 @@ def test_the_distance_of_flow_grpo_has_either_form(form: str) -> None:
         apart = (v - v_start) * (1 + g**2 * (1 - t) / (2 * t)) * dt
         distances.append(apart.square().mean().item() / (2 * g**2 * (1.0 if form == "code" else -dt)))
     assert found == pytest.approx(sum(distances) / len(distances), rel=1e-6)
+
+
+def test_the_published_form_of_the_distance_is_that_of_sde_steps_alone() -> None:
+    model, distances = make_model(), []
+    batch = replace(make_batch(model, sampler="dance"), log_prob_BS=None)
+    shift(model)
+    for form in ("paper", "code"):
+        settings = TrainSection(algorithm="grpo", kl=0.5, kl_form=form)
+        goal = objective(model, settings, batch, seed=0, iteration=0, old=None)
+        goal.remember((), first=True)
+        goal.loss(Rows(EVERYONE, (1,) * len(EVERYONE)))
+        distances.append(goal.metrics()["kl"])
+
+    assert distances[0] == distances[1] > 0
 
 
 def test_the_awm_gradient_is_that_of_advantage_weighted_matching() -> None:
@@ -272,6 +320,15 @@ def test_the_dpo_gradient_prefers_each_prompts_best_to_its_worst() -> None:
     expected = gradient_of(policy)
     assert metrics["dpo_pairs"] == 2
     assert (gradient_of(model) - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_dpo_trains_on_as_many_pairs_of_a_prompt_as_the_settings_say() -> None:
+    batch, found = replace(make_batch(make_model(), sampler="ode"), groups_B=(0,) * len(PROMPTS)), []
+    for pairs in (1, 2):
+        trainer = make_trainer(make_model(), algorithm="dpo", dpo_pairs=pairs, timesteps=1)
+        found.append(trainer.update(batch, iteration=0)["dpo_pairs"])
+
+    assert found == [1, 2]
 
 
 def test_samples_that_are_all_alike_change_nothing_by_dpo() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import inf, nan
@@ -31,6 +32,7 @@ from spotlight.records import (
 )
 from spotlight.store.accounts import read_lives, read_spans
 from spotlight.store.decoding import from_json
+from spotlight.store.lines import TAIL_BYTES
 from spotlight.store.rows import (
     DECISIONS,
     EVENTS,
@@ -162,6 +164,53 @@ def test_a_row_is_a_line_whatever_is_in_it(tmp_path: Path, inside: Any) -> None:
 
     assert run.rows(EVENTS) == json.loads(json.dumps([*rows, rows[0]]))
     assert run.count(EVENTS) == 4
+
+
+def test_rows_that_were_appended_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, synced, fsync = RunDir(tmp_path), list[int](), os.fsync
+
+    def sync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", sync)
+        run.append(EVENTS, {"what": 1}, {"what": 2})
+
+    assert synced == [(tmp_path / EVENTS).stat().st_size]
+
+
+def test_a_row_goes_in_the_place_of_one_that_a_kill_tore(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.append(EVENTS, {"what": 1})
+    with (tmp_path / EVENTS).open("ab") as file:
+        file.write(b'{"what": "torn')
+
+    run.append(EVENTS, {"what": 2})
+
+    assert run.rows(EVENTS) == [{"what": 1}, {"what": 2}]
+
+
+def test_the_last_rows_are_found_and_numbered_however_long_they_are(tmp_path: Path) -> None:
+    run, rows = RunDir(tmp_path), [{"row": row, "text": "x" * (TAIL_BYTES // 2 - 100)} for row in range(1, 12)]
+    run.append(EVENTS, *rows)
+
+    for count in (1, 2, 3, 9, 11, 12):
+        assert run.last(EVENTS, dict[str, Any], count) == rows[-count:]
+
+    run.append(EVENTS, {"row": 12})
+    with pytest.raises(SpotlightError, match=rf"{EVENTS}:10: text: expected a valid integer"):
+        run.last(EVENTS, dict[str, int], 3)
+
+
+def test_rows_are_counted_as_they_come_and_anew_where_a_journal_became_shorter(tmp_path: Path) -> None:
+    run, counts = RunDir(tmp_path), []
+    for rows in (1, 2):
+        run.append(EVENTS, *[{"what": 1}] * rows)
+        counts.append(run.count(EVENTS))
+    (tmp_path / EVENTS).write_text("{}\n")
+
+    assert [*counts, run.count(EVENTS)] == [1, 3, 1]
 
 
 def test_of_half_an_emoji_a_row_keeps_the_rest(tmp_path: Path) -> None:

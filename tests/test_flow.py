@@ -248,6 +248,17 @@ def test_half_precision_is_widened_before_anything_is_computed(kind: Kind) -> No
         assert torch.equal(low, high)
 
 
+def test_deterministic_steps_widen_half_precision_as_well() -> None:
+    def steps(x: Tensor, v: Tensor, x_before: Tensor, v_before: Tensor) -> tuple[Tensor, Tensor]:
+        return ode_step(x, v, 0.6, 0.45), dpm2_step(Pass(x, v, 0.6), 0.45, Pass(x_before, v_before, 0.8))
+
+    half = [normal(name).bfloat16() for name in (1, 2, 3, 4)]
+
+    for low, high in zip(steps(*half), steps(*(each.float() for each in half)), strict=True):
+        assert low.dtype == torch.float32
+        assert torch.equal(low, high)
+
+
 def test_the_log_prob_pulls_on_the_mean_but_not_on_the_sample() -> None:
     x, v, noise = normal(1), normal(2).requires_grad_(), normal(3)
     sigma, sigma_next, eta = 0.6, 0.45, 0.7
@@ -267,6 +278,7 @@ def test_the_log_prob_pulls_on_the_mean_but_not_on_the_sample() -> None:
     [
         ({"noise_level": 0.0}, "noise_level = 0.0"),
         ({"noise_level": math.nan}, "noise_level = nan"),
+        ({"noise_level": math.inf}, "noise_level = inf"),
         ({"sigma": 0.4, "sigma_next": 0.5}, "got 0.4, 0.5"),
         ({"sigma": 0.5, "sigma_next": 0.5}, "got 0.5, 0.5"),
         ({"sigma": 1.5}, "got 1.5"),

@@ -22,12 +22,14 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from zarr.core.buffer import Buffer
+from zarr.storage import LocalStore
 
 from factories import make_latents, make_request
 from spotlight.records import Request, SpotlightError
 from spotlight.store.compaction import iteration_path
 from spotlight.store.latents import LatentStore, MissingLatents, StaleEpoch
-from spotlight.store.zarr_store import AT_ONCE, ZarrStore, all_of
+from spotlight.store.zarr_store import AT_ONCE, ZarrStore, all_of, check_url, run
 
 TOKENS, CHANNELS = 3, 2
 """Of `make_latents`."""
@@ -199,6 +201,18 @@ def test_the_scores_of_a_finished_iteration_are_one_record(
     assert store.get_record(f"scores/{other.id}") is not None
 
 
+def test_thumbnails_of_seeds_that_were_not_kept_go_with_the_iteration(tmp_path: Path) -> None:
+    store = LatentStore(str(tmp_path))
+    kept, left = (make_request(purpose="explore", prompt_id=number) for number in (1, 2))
+    rollout = make_request(purpose="rollout")
+    for request in (kept, left, rollout):
+        store.put_scores(request, {"digest": request.digest, "rewards": [0.5, 1.0], "thumbnails": ["a", "b"]})
+
+    store.finish_iteration(0, "clean", {kept.id})
+
+    assert ["thumbnails" in (store.scores(request) or {}) for request in (kept, left, rollout)] == [True, False, True]
+
+
 def test_scores_that_a_killed_writer_left_half_stored_are_of_no_request(tmp_path: Path) -> None:
     store, request = LatentStore(str(tmp_path)), make_request()
     store.put_scores(request, {"digest": request.digest, "rewards": [0.5, None]})
@@ -231,7 +245,8 @@ def test_what_a_request_was_scored_first_is_what_it_was_scored(store: LatentStor
     assert store.put_scores(request, later) == first
     of_other = {"digest": other.digest, "rewards": [1.0]}
     assert store.put_scores(other, of_other) == of_other  # of the same name, and not the same request
-    assert store.scores(request) == of_other
+    assert store.scores(request) == store.known_scores(other) == of_other
+    assert store.known_scores(request) is None
 
 
 def test_images_are_kept_until_they_are_dropped_or_their_iteration_is_finished(store: LatentStore) -> None:
@@ -424,6 +439,44 @@ def test_work_for_another_request_of_the_same_name_is_not_resumed(tmp_path: Path
     assert store.resume(request).step == 3
 
 
+def test_latents_of_another_request_of_the_same_name_are_not_its_own(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request(guidance=1.0)
+    commit_steps(store, request, until=4)
+
+    with pytest.raises(MissingLatents):
+        store.clean(make_request(guidance=2.0))
+
+
+def test_the_furthest_step_counts_and_of_each_step_the_newest_commit(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=4)
+    epoch = store.resume(request).epoch
+    store.commit(request, epoch, 1, make_latents(request, 11))
+
+    window_BKNC, _ = store.window_latents(request, make_latents(request, 0))
+    found = store.resume(request)
+
+    np.testing.assert_array_equal(window_BKNC[:, 0], make_latents(request, 11))
+    assert found.step == 4
+    store.commit(request, found.epoch, 4, make_latents(request, 14))
+    np.testing.assert_array_equal(store.resume(request).x_BNC, make_latents(request, 14))
+
+
+def test_only_latents_that_are_clean_and_verify_are_compacted(tmp_path: Path) -> None:
+    store = LatentStore(str(tmp_path))
+    done, unfinished, damaged = (make_request(prompt_id=number) for number in (1, 2, 3))
+    for request, until in ((done, 4), (unfinished, 3), (damaged, 4)):
+        commit_steps(store, request, until=until)
+    damage(tmp_path / "latents" / "00000" / "steps" / f"{damaged.id}.e1" / "c.3.0.0.0")
+
+    store.finish_iteration(0, "clean")
+
+    np.testing.assert_array_equal(store.clean(done), make_latents(done, 4))
+    for request in (unfinished, damaged):
+        with pytest.raises(MissingLatents):
+            store.clean(request)
+
+
 def test_damaged_compacted_latents_are_missing_not_wrong(tmp_path: Path) -> None:
     store, request = LatentStore(str(tmp_path)), make_request()
     commit_steps(store, request, until=4)
@@ -433,6 +486,32 @@ def test_damaged_compacted_latents_are_missing_not_wrong(tmp_path: Path) -> None
 
     with pytest.raises(MissingLatents, match="run it again"):
         store.clean(request)
+
+
+def test_damaged_compacted_latents_are_left_out_when_others_join_them(tmp_path: Path) -> None:
+    store, damaged, late = LatentStore(str(tmp_path)), make_request(prompt_id=1), make_request(prompt_id=2)
+    commit_steps(store, damaged, until=4)
+    store.finish_iteration(0, "clean")
+    damage(*chunk_files(tmp_path))
+    commit_steps(store, late, until=4)
+
+    store.finish_iteration(0, "clean")
+
+    np.testing.assert_array_equal(store.clean(late), make_latents(late, 4))
+    with pytest.raises(MissingLatents, match="run it again"):
+        store.clean(damaged)
+
+
+def test_a_request_whose_compacted_latents_were_damaged_can_be_run_again(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=4)
+    store.finish_iteration(0, "clean")
+    damage(*chunk_files(tmp_path))
+    commit_steps(store, request, until=4)
+
+    store.finish_iteration(0, "clean")
+
+    np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
 
 
 def test_a_request_can_be_run_again_after_another_process_compacted_it(tmp_path: Path) -> None:
@@ -453,11 +532,37 @@ def test_a_request_run_again_after_compaction_joins_the_compacted_ones(tmp_path:
     store.finish_iteration(0, "clean")
     commit_steps(store, late, until=4)
 
-    store.finish_iteration(0, "clean")
+    for _ in range(2):  # the second time there is nothing to join
+        store.finish_iteration(0, "clean")
 
     for request in (early, late):
         np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
     assert [path.parent.name for path in chunk_files(tmp_path)] == ["clean-2-3x2"]
+
+
+def test_latents_that_do_not_read_back_after_compaction_stay_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=4)
+    monkeypatch.setattr(ZarrStore, "open_array", lambda *_: np.empty((2, TOKENS, CHANNELS)))  # nothing reaches the disk
+
+    with pytest.raises(SpotlightError, match="do not read back as written"):
+        store.finish_iteration(0, "clean")
+
+    np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
+
+
+def test_what_a_killed_compaction_left_is_no_part_of_the_next(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=4)
+    left = tmp_path / iteration_path(0) / "clean-1-3x2" / "c.1.0.0"
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+
+    store.finish_iteration(0, "clean")
+
+    assert [path.name for path in chunk_files(tmp_path)] == ["c.0.0.0"]
 
 
 def test_requests_of_two_sizes_are_compacted_side_by_side(tmp_path: Path) -> None:
@@ -514,6 +619,37 @@ def test_compaction_asks_a_store_many_questions_at_once_and_never_too_many(
     assert sum(count > AT_ONCE / 2 for count in seen) > 0.7 * len(seen)
     for request in done[::20]:
         np.testing.assert_array_equal(store.clean(request), make_latents(request, request.steps))
+
+
+def test_a_place_for_latents_that_can_be_used_is_left_as_it_was(tmp_path: Path) -> None:
+    check_url(str(tmp_path))
+
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_place_for_latents_that_keeps_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = LocalStore.set
+
+    async def torn(self: LocalStore, key: str, value: Buffer) -> None:
+        await write(self, key, value[:3])
+
+    monkeypatch.setattr(LocalStore, "set", torn)
+
+    with pytest.raises(SpotlightError, match="what was written does not read back"):
+        check_url(str(tmp_path))
+
+
+def test_an_answer_that_is_no_broken_line_is_not_asked_for_again(tmp_path: Path) -> None:
+    asked = []
+
+    async def refuse() -> None:
+        asked.append("once")
+        raise PermissionError("not yours")
+
+    with pytest.raises(PermissionError):
+        run(ZarrStore(str(tmp_path), retry_s=0.3)._ask("a", "written", refuse))
+
+    assert asked == ["once"]
 
 
 def test_a_question_that_fails_ends_after_all_that_were_asked_with_it() -> None:
@@ -717,6 +853,17 @@ def test_a_writer_that_lost_its_epoch_says_so_at_the_latest_when_it_closes(tmp_p
 
     with pytest.raises(StaleEpoch), store.writer(request, epoch) as writer:
         writer.commit(1, make_latents(request, 1))
+
+    assert store.resume(request).step == 0
+
+
+def test_a_writer_tries_no_step_after_one_that_failed(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+
+    with store.writer(request, store.resume(request).epoch) as writer:
+        writer.commit(1, make_latents(request, 1)[:1])  # one sample of two
+        with pytest.raises(AssertionError, match="expected"):
+            writer.commit(2, make_latents(request, 2))
 
     assert store.resume(request).step == 0
 

@@ -90,7 +90,12 @@ def test_zero_std_ratio_is_the_share_of_groups_that_teach_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("rewards", "groups", "said"),
-    [([], [], "0 group ids"), ([1.0, 2.0], [0], "1 group ids"), ([1.0, math.nan], [0, 0], "nan")],
+    [
+        ([], [], "0 group ids"),
+        ([1.0, 2.0], [0], "1 group ids"),
+        ([1.0, math.nan], [0, 0], "nan"),
+        ([-math.inf], [0], "-inf"),
+    ],
 )
 def test_rewards_that_are_not_numbers_of_samples_are_refused(
     rewards: list[float], groups: list[int], said: str
@@ -154,8 +159,9 @@ def test_the_clipped_objective_refuses_unequal_shapes_and_ranges_out_of_range() 
 
     with pytest.raises(ValueError, match=r"\(3,\), \(2,\) and \(3,\)"):
         clipped_objective(three, two, three, clip_range=0.1)
-    with pytest.raises(ValueError, match="clip_range = 0"):
-        clipped_objective(three, three, three, clip_range=0)
+    for clip_range in (0, 1.5):
+        with pytest.raises(ValueError, match=f"clip_range = {clip_range}"):
+            clipped_objective(three, three, three, clip_range=clip_range)
 
 
 def test_the_gaussian_kl_is_torchs() -> None:
@@ -232,6 +238,14 @@ def test_the_nft_loss_of_a_hand_computed_case() -> None:
 
     # r = 3/4; x0+ = 1 - 0.5 = 0.5, x0- = 1 + 0.5 = 1.5; with one element e^2 / |e| = |e|; times clip / beta = 2.
     assert loss.item() == pytest.approx((0.75 * 0.5 + 0.25 * 1.5) * 2)
+
+
+def test_the_nft_loss_divides_an_error_that_vanishes_by_the_published_floor() -> None:
+    zero, error = torch.zeros(1, 1, 1), torch.full((1, 1, 1), 1e-6)
+
+    loss = nft_loss(zero, zero, error, zero, torch.ones(1), torch.zeros(1), beta=1.0, advantage_clip=5.0)
+
+    assert loss.item() == pytest.approx(1e-6**2 / 1e-5 * 5)
 
 
 def test_the_nft_gradient_holds_the_weights_and_the_old_velocity_fixed() -> None:

@@ -35,6 +35,7 @@ from batches import (
     weights_of,
 )
 from recorders import Repeats
+from spotlight import config
 from spotlight.config import TrainSection
 from spotlight.records import Interrupted, Sampler, SpotlightError
 from spotlight.rl import gradients
@@ -43,7 +44,7 @@ from spotlight.rl.algorithms.base import Objective
 from spotlight.rl.algorithms.nft import Nft
 from spotlight.rl.algorithms.noising import noised
 from spotlight.rl.flow import initial_noise, sde_step
-from spotlight.rl.gradients import micro_batches, part_gradient
+from spotlight.rl.gradients import merged, micro_batches, part_gradient, rows_to_learn_from
 from spotlight.rl.models import captured
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import nft_loss
@@ -71,6 +72,15 @@ def test_before_the_first_update_the_ratio_is_exactly_one(sampler: Sampler, guid
     assert metrics["ratio_std"] == metrics["approx_kl"] == metrics["pg_clipfrac"] == 0
     # The worker ran another batch size, which changes the rounding of a mean of 512 squares and no more.
     assert metrics["log_prob_delta"] <= metrics["log_prob_delta_max"] < 1e-6
+
+
+def test_steps_of_a_window_are_judged_at_their_own_noise_levels() -> None:
+    model = make_model()
+    batch = make_batch(model, window=(1, 3))
+
+    metrics = make_trainer(model, algorithm="grpo", micro_batch=4).update(batch, iteration=0)
+
+    assert metrics["log_prob_delta_max"] < 1e-6
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "grpo-guard", "awm"])
@@ -309,6 +319,15 @@ def test_every_sample_is_in_one_part_of_one_update(
             assert {groups[sample] for sample in samples} <= ready
 
 
+def test_a_cut_has_pairs_only_where_these_are_trained_on_and_knows_the_settings_of_training(tmp_path: Path) -> None:
+    def cut(**train: Any) -> Cut:
+        data = {"train_prompts": "a", "validation_prompts": "b"}
+        return Cut.of(config.resolve({"data": data, "train": train}, tmp_path))
+
+    assert (cut().pairs, cut(algorithm="dpo", dpo_pairs=2).pairs) == (0, 2)
+    assert cut().settings == cut().settings != cut(learning_rate=1e-5).settings
+
+
 @pytest.mark.parametrize("algorithm", ["nft", "grpo", "grpo-guard", "awm"])
 def test_no_two_passes_follow_each_other_without_a_sign_of_life(
     monkeypatch: pytest.MonkeyPatch, algorithm: str
@@ -484,6 +503,19 @@ def test_the_old_policy_follows_at_the_end_of_each_iteration() -> None:
     assert make_trainer(model, algorithm="grpo", old_decay=decay).old() is None
 
 
+def test_the_old_policy_follows_by_the_decay_of_all_updates_so_far() -> None:
+    model = make_model()
+    trainer, before = make_trainer(model, old_decay="linear", updates=2, learning_rate=0.1), weights_of(model)
+    trainer.step(1, [ones_of(model)], iteration=99, update=1)
+
+    trainer.finish([[(1, 0.0, {})]], [1.0], iteration=99)
+
+    old = trainer.old()
+    assert old is not None
+    for name, value in before.items():  # 0.001 of 200 updates
+        torch.testing.assert_close(old[name], 0.2 * value + 0.8 * model.trainable()[name], atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("updates", [0, 1, 74, 75, 76, 100, 208, 209, 500, 600])
 def test_the_decays_of_the_old_policy_are_those_of_the_published_code(updates: int) -> None:
     def published(step: int, flat: int, uprate: float, uphold: float) -> float:
@@ -510,15 +542,33 @@ def test_each_of_the_samplers_levels_is_drawn_before_any_is_again(slots: int) ->
     assert len({tuple(levels) for levels in drawn.tolist()}) > 1  # in an order of each sample's own
 
 
-def test_the_learning_rate_rises_over_the_first_updates() -> None:
-    moved = []
-    for warm_up in (0, 4):
-        model = make_model()
-        trainer, before = make_trainer(model, warm_up=warm_up), weights_of(model)
-        trainer.update(make_batch(model, sampler="ode"), iteration=0)
-        moved.append(sum(float((value - before[name]).abs().sum()) for name, value in weights_of(model).items()))
+def ones_of(model: TinyText) -> dict[str, Tensor]:
+    """A gradient of all parameters."""
+    return {str(at): torch.ones_like(parameter) for at, parameter in enumerate(model.parameters())}
 
-    assert moved[1] == pytest.approx(moved[0] / 4, rel=1e-3)  # AdamW's steps are as long as the learning rate
+
+@pytest.mark.parametrize(
+    ("iteration", "update", "share"), [(0, 0, 1 / 4), (0, 1, 2 / 4), (1, 0, 3 / 4), (1, 1, 1), (2, 0, 1)]
+)
+def test_the_learning_rate_rises_over_the_first_updates(iteration: int, update: int, share: float) -> None:
+    model = make_model()
+    trainer, before = make_trainer(model, warm_up=4, updates=2, weight_decay=0, learning_rate=1e-2), weights_of(model)
+
+    trainer.step(1, [ones_of(model)], iteration=iteration, update=update)
+
+    for name, value in weights_of(model).items():  # AdamW's first steps are as long as the learning rate
+        torch.testing.assert_close(before[name] - value, torch.full_like(value, share * 1e-2), rtol=1e-3, atol=1e-6)
+
+
+def test_weights_decay_as_the_settings_say() -> None:
+    moved = []
+    for decay in (0.0, 0.5):
+        model = make_model()
+        make_trainer(model, weight_decay=decay, learning_rate=1e-2).step(1, [ones_of(model)], iteration=0, update=0)
+        moved.append(weights_of(model))
+
+    for name, value in weights_of(make_model()).items():
+        torch.testing.assert_close(moved[0][name] - moved[1][name], 1e-2 * 0.5 * value, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -586,7 +636,7 @@ def test_the_distance_to_the_reference_is_zero_at_the_start_and_grows(algorithm:
     assert second["kl"] > 0
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["nft", "grpo", "grpo-guard", "awm"])
 def test_kl_is_added_to_the_loss_with_its_weight(algorithm: str) -> None:
     start = make_model()
     batch = replace(make_batch(start), log_prob_BS=None)
@@ -601,6 +651,30 @@ def test_kl_is_added_to_the_loss_with_its_weight(algorithm: str) -> None:
     free, bound = metrics(0), metrics(1000)  # so much that the term is seen beside the policy's loss
     assert "kl" not in free
     assert bound["loss"] - free["loss"] == pytest.approx(1000 * bound["kl"], rel=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["nft", "awm"])
+def test_kl_pulls_the_policy_to_a_reference_that_stands_still(algorithm: str) -> None:
+    model, start = make_model(), make_model()
+    batch = replace(make_batch(model, sampler="ode"), advantages_B=np.zeros(len(PROMPTS)))
+    settings: dict[str, Any] = {"algorithm": algorithm, "kl": 0.5, "timesteps": 1, "old_decay": "copy"}
+    trainer = make_trainer(model, max_grad_norm=UNBOUND, **settings)
+    trainer.step(1, [ones_of(model)], iteration=0, update=0)
+    policy = copy.deepcopy(model)
+
+    trainer.update(batch, iteration=1)
+
+    for p in policy.parameters():
+        p.grad = None
+    for b in range(len(PROMPTS)):
+        at = noised(batch, Rows((b,), (0,)), "sampler", (5, 1), policy)
+        v, v_start = (
+            each.velocity(at.x_RNC, at.sigma_R, batch.conditioning.rows([b]), guidance=1.0, **SIZE)
+            for each in (policy, start)
+        )
+        (0.5 * (v - v_start.detach()).square().mean() / len(PROMPTS)).backward()
+    expected = gradient_of(policy)
+    assert (gradient_of(model) - expected).norm() < 1e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -657,13 +731,14 @@ def test_weights_that_did_not_sample_are_refused_before_any_update() -> None:
     assert equal(weights_of(model), before)
 
 
-def test_a_log_prob_that_is_not_a_number_is_refused() -> None:
+@pytest.mark.parametrize("change", [math.nan, 0.5, -0.5])
+def test_a_log_prob_that_is_another_or_not_a_number_is_refused(change: float) -> None:
     model = make_model()
-    batch = make_batch(model)
+    batch = make_batch(model, window=(1, 3))
     assert batch.log_prob_BS is not None
-    batch.log_prob_BS[4, 1] = math.nan
+    batch.log_prob_BS[4, 1] += change
 
-    with pytest.raises(SpotlightError, match=r"sample 4, step 1: .* nan from the worker"):
+    with pytest.raises(SpotlightError, match=r"sample 4, step 2: .* from the worker"):
         make_trainer(model, algorithm="grpo").update(batch, iteration=0)
 
 
@@ -675,6 +750,7 @@ def test_metrics_name_only_what_applies() -> None:
     grpo = make_trainer(make_model(), algorithm="grpo").update(batch, iteration=0)
 
     assert nft.keys() == {"loss", "grad_norm", "advantage_max"}
+    assert nft["advantage_max"] == 2  # of the worst sample: how far from its group, whichever way
     clipping = {"ratio_mean", "ratio_std", "pg_clipfrac", "pg_clipfrac_higher", "pg_clipfrac_lower", "approx_kl"}
     assert grpo.keys() == nft.keys() | {"log_prob_delta", "log_prob_delta_max"} | clipping
     assert all(type(value) is float for value in (nft | grpo).values())
@@ -692,13 +768,11 @@ def test_gradients_are_clipped_to_their_norm_and_reported_before_it() -> None:
 
 def test_the_averaged_weights_follow_every_update() -> None:
     """From the published code's warm-up on: a tenth of the untrained weights stays after the first update."""
-    model, decay = make_model(), 0.15
-    batch = make_batch(model, sampler="ode")
-    trainer = make_trainer(model, ema_decay=decay)
+    model = make_model()
+    trainer, expected = make_trainer(model, ema_decay=0.2, updates=2, learning_rate=1e-2), weights_of(model)
 
-    expected = weights_of(model)
-    for iteration, stays in enumerate((0.1, 0.15)):
-        trainer.update(batch, iteration=iteration)
+    for number, stays in enumerate((1 / 10, 2 / 11, 0.2)):
+        trainer.step(1, [ones_of(model)], iteration=number // 2, update=number % 2)
         expected = {name: stays * old + (1 - stays) * model.trainable()[name] for name, old in expected.items()}
 
     averaged = trainer.ema()
@@ -706,6 +780,24 @@ def test_the_averaged_weights_follow_every_update() -> None:
     for name, value in expected.items():
         torch.testing.assert_close(averaged[name], value, atol=1e-6, rtol=0)
     assert make_trainer(model).ema() is None
+
+
+def test_the_loss_is_a_mean_over_the_rows_of_each_update_and_then_over_updates() -> None:
+    updates: list[list[tuple[int, float, dict[str, float]]]] = [
+        [(1, 2.0, {}), (3, 6.0, {})],
+        [(4, 1.0, {}), (0, 0.0, {})],
+    ]
+
+    found = make_trainer(make_model()).finish(updates, [1.0, 4.0], iteration=0)
+
+    assert found == {"loss": ((1 * 2 + 3 * 6) / 4 + 1) / 2, "grad_norm": 2.5}
+
+
+def test_the_spread_of_parts_that_are_alike_is_zero_however_their_means_are_rounded() -> None:
+    assert merged([(3, {"ratio_mean": 0.9, "ratio_std": 0.0}), (4, {"ratio_mean": 0.9, "ratio_std": 0.0})]) == {
+        "ratio_mean": pytest.approx(0.9),
+        "ratio_std": 0,
+    }
 
 
 def test_parameters_without_a_gradient_have_no_state_and_need_none() -> None:
@@ -785,7 +877,7 @@ class Shrunk:
 
 
 def test_a_float16_network_has_gradients_however_many_rows_their_part_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = 2.0**15
+    times, losses = 2.0**15, list[float]()
     settings, found = TrainSection(lora_rank=4), {}
     for dtype in (torch.float32, torch.float16):
         model = TinyText.load("", torch.device("cpu"), dtype)
@@ -794,20 +886,41 @@ def test_a_float16_network_has_gradients_however_many_rows_their_part_has(monkey
         with monkeypatch.context() as patch:
             patch.setattr(gradients, "objective", lambda *args, **named: Shrunk(objective(*args, **named), times))
             made = part_gradient(model, settings, batch, seed=5, iteration=0, old=None)
+        losses.append(made.loss)
         found[dtype] = torch.cat([made.tensors[name].flatten() for name in sorted(made.tensors)]) * times
 
     cosine = torch.nn.functional.cosine_similarity(found[torch.float16], found[torch.float32], dim=0)
     assert cosine > 0.99
     assert found[torch.float16].norm() == pytest.approx(found[torch.float32].norm().item(), rel=0.05)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(value: float) -> None:
     model = make_model()
-    batch = make_batch(model, sampler="ode")
-    batch.clean_BNC[2] = math.inf
-    before = weights_of(model)
+    before, gradient = weights_of(model), ones_of(model)
+    gradient["2"].view(-1)[0] = value
 
-    with pytest.raises(SpotlightError, match=r"iteration 4, update 0: the gradient's norm is nan"):
-        make_trainer(model).update(batch, iteration=4)
+    with pytest.raises(SpotlightError, match=f"iteration 4, update 0: the gradient's norm is {value}"):
+        make_trainer(model).step(1, [gradient], iteration=4, update=0)
 
     assert equal(weights_of(model), before)
+
+
+def test_samples_that_are_all_alike_are_nothing_to_learn_from() -> None:
+    model = make_model()
+    batch = replace(make_batch(model, sampler="ode"), advantages_B=np.zeros(len(PROMPTS)))
+    before = weights_of(model)
+
+    metrics = make_trainer(model, ema_decay=0.5).update(batch, iteration=0)
+
+    assert metrics["grad_norm"] == 0
+    assert equal(weights_of(model), before)
+
+
+def test_an_update_learns_from_all_its_rows_if_one_part_can_be_learnt_from_or_the_policy_is_held_back() -> None:
+    alike, apart = {"advantage_max": 0.0}, {"advantage_max": 0.5}
+
+    assert rows_to_learn_from(TrainSection(), [(4, alike), (2, apart), (0, {})]) == 6
+    assert rows_to_learn_from(TrainSection(), [(4, alike), (2, alike), (0, {})]) == 0
+    assert rows_to_learn_from(TrainSection(kl=0.1), [(4, alike), (2, alike), (0, {})]) == 6

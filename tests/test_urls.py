@@ -103,19 +103,19 @@ class Clock(threading.Event):
 def test_an_object_that_is_to_be_durable_has_its_name_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
-    """A machine that loses its power may lose what was only renamed."""
-    named, fsync = [], os.fsync
+    """A machine that loses its power may lose what was only written, or renamed."""
+    synced, fsync = [], os.fsync
 
-    def synced(descriptor: int) -> None:
-        if Path(f"/proc/self/fd/{descriptor}").resolve() == tmp_path / "beliefs":
-            named.append((tmp_path / "beliefs/00001.json").exists())
+    def sync(descriptor: int) -> None:
+        place = Path(f"/proc/self/fd/{descriptor}").resolve()
+        synced.append((place.suffix or place.name, (tmp_path / "beliefs/00001.json").exists()))
         fsync(descriptor)
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", synced)
+        patched.setattr(os, "fsync", sync)
         DirectoryObjects(tmp_path).put("beliefs/00001.json", b"{}", durable=durable)
 
-    assert named == [True] * durable
+    assert synced == [(".part", False), ("beliefs", True)] * durable
 
 
 def test_one_of_two_drivers_has_a_run_and_the_other_is_told_who(objects: Objects) -> None:
@@ -217,9 +217,25 @@ def test_a_lease_whose_machine_is_gone_ends_and_its_owner_finds_out(
 
     with pytest.raises(SpotlightError, match="is running this run"):
         lost.check()
+    lost.release()
     next_.check()
+    assert list(objects.sizes("lease")) == ["lease/000002.json"]
     assert waits_s <= clock.waited_s <= waits_s + 2 * LOOK_S
     assert caplog.text.count("has not given this run back: it is taken over in 60 s") == bool(waits_s)
+
+
+def test_a_record_that_somebody_deleted_is_written_again_but_not_after_it_was_given_back(objects: Objects) -> None:
+    lease = Lease(objects, "here", lambda: 1000.0)
+    lease.take()
+    objects.delete("lease/000001.json")
+
+    lease._keep_on()
+    lease.check()
+    assert lease.holder()
+
+    lease.release()
+    lease._keep_on()  # a renewal that was on its way
+    assert lease.holder() is None
 
 
 def test_who_waits_for_an_owner_that_is_gone_can_be_stopped_and_sees_it_give_the_run_back(objects: Objects) -> None:
@@ -355,24 +371,44 @@ def test_a_journal_goes_on_after_another_machine_had_it(
     assert (tmp_path / "c" / "rows").read_text().split("\n")[:-1] == [f"row {row} of them" for row in range(40)]
 
 
+@pytest.mark.parametrize(("kept", "then"), [(1, 8), (1, 9), (14, 20)])  # of 30 rows, of which old parts begin with 8
 def test_a_journal_whose_replacement_was_cut_short_goes_on(
-    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, kept: int, then: int
 ) -> None:
     monkeypatch.setattr(journals, "PART_BYTES", 100)
     objects, rows = BucketObjects(bucket), tmp_path / "rows"
     killed, later = Journals(objects, tmp_path, ()), Journals(objects, tmp_path, ())
     write(rows, killed, range(30))
-    rows.write_text("row 0 of them\n")
+    rows.write_text("".join(f"row {row} of them\n" for row in range(kept)))
     with monkeypatch.context() as patch:
         patch.setattr(BucketObjects, "delete", lambda *_: None)
         killed.replace("rows")
 
     later.pull("rows", anew=True)
-    write(rows, later, range(1, 9))
+    write(rows, later, range(kept, then))
 
     rows.unlink()
     Journals(objects, tmp_path, ()).pull("rows", anew=True)
-    assert rows.read_text() == "".join(f"row {row} of them\n" for row in range(9))
+    assert rows.read_text() == "".join(f"row {row} of them\n" for row in range(then))
+
+
+def test_a_journal_that_is_written_anew_at_each_change_is_put_and_read_as_a_whole(tmp_path: Path, bucket: str) -> None:
+    first, second = (Journals(BucketObjects(bucket), tmp_path / name, ("lives",)) for name in "ab")
+    a, b = (tmp_path / name / "lives" for name in "ab")
+    for folder in (a.parent, b.parent):
+        folder.mkdir()
+    a.write_text("one\n")
+    first.push("lives")
+    second.pull("lives", anew=True)
+    b.write_text("two\n")
+    second.push("lives")
+
+    first.pull("lives", anew=True)
+    assert a.read_text() == "two\n"
+    a.write_text("one\n")
+    first.push("lives")
+    second.pull("lives", anew=False)
+    assert b.read_text() == "one\n"
 
 
 def test_weights_at_a_url_are_published_by_their_manifest_and_kept_by_version(tmp_path: Path, bucket: str) -> None:
@@ -399,11 +435,59 @@ def test_what_an_attempt_at_a_url_staged_after_another_was_published_goes(bucket
         weights.stage(bucket, version, {"a": np.full(3, version, np.float32)}, {}, {})
     weights.stage(bucket, 2, {"a": np.ones(3, np.float32)}, {}, {})
 
-    weights.retain(bucket, {1})
+    for _ in range(2):
+        weights.retain(bucket, {1})
+        keys = BucketObjects(bucket).sizes("weights")
+        weights.stage(bucket, 0, {"a": np.ones(3, np.float32)}, {}, {})  # after it was removed
 
-    keys = {key for key in BucketObjects(bucket).sizes("weights") if key.endswith(".json")}
-    assert keys == {"weights/staged-v00002.json", "weights/v00001/manifest.json"}
+    assert {key for key in keys if key.endswith(".json")} == {
+        "weights/staged-v00002.json",
+        "weights/v00001/manifest.json",
+    }
+    assert not [key for key in keys if "v00000" in key]
     assert weights.publish(bucket, 2).weights.version == 2
+
+
+def test_a_version_at_a_url_is_no_longer_published_when_its_files_go(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in range(2):
+        weights.stage(bucket, version, {"a": np.ones(3, np.float32)}, {}, {})
+        weights.publish(bucket, version)
+    delete = BucketObjects.delete
+
+    def killed(self: BucketObjects, *keys: str) -> None:
+        delete(self, keys[0])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BucketObjects, "delete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            weights.retain(bucket, {1})
+
+    assert weights.published(bucket, 0) is None
+
+
+def test_a_store_that_does_not_answer_is_not_taken_for_a_damaged_version(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights.stage(bucket, 0, {"a": np.zeros(3, np.float32)}, {}, {})
+    first = weights.publish(bucket, 0)
+    weights.stage(bucket, 0, {"a": np.ones(3, np.float32)}, {}, {})
+    get, asked = BucketObjects.get, list[str]()
+
+    def silent_once(self: BucketObjects, key: str) -> bytes | None:
+        asked.append(key)
+        if len(asked) == 1:
+            raise StoreError("no answer")
+        return get(self, key)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BucketObjects, "get", silent_once)
+        with pytest.raises(StoreError, match="no answer"):
+            weights.publish(bucket, 0)
+
+    assert weights.published(bucket, 0) == first
 
 
 def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) -> None:
@@ -413,7 +497,7 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
     )  # fmt: skip
     assert updates.find(bucket, part) is None
     tensors = {"0": torch.ones(3), "1": torch.arange(2.0)}
-    kept = updates.put(bucket, part, Gradient(name="", rows=2), tensors, [["0"], ["1", "2"]])
+    kept = updates.put(bucket, part, Gradient(name="", rows=5), tensors, [["0"], ["1", "2"]])
     digest = updates.put_weights(bucket, 0, {"a": torch.zeros(2)})
 
     parts = [kept, Gradient(name="without a row")]
@@ -421,7 +505,7 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
     summed = updates.put_sum(bucket, 0, parts, 1, {"1": 2 * next(updates.load_slices(bucket, 0, [kept], 1))["1"]})
     assert updates.find_sum(bucket, 0, parts, 1) == summed
     assert updates.find_sum(bucket, 0, parts, 0) is None
-    assert summed.rows == 2
+    assert summed.rows == 5
     assert updates.load(bucket, 0, summed)["1"].tolist() == [0, 2]
     BucketObjects(bucket).delete(f"updates/00000/{summed.name}.safetensors")
     assert updates.find_sum(bucket, 0, parts, 1) is None  # its rows alone are no use
@@ -441,7 +525,7 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
     with pytest.raises(SpotlightError, match="no such file"):
         updates.load(bucket, 0, kept)
 
-    updates.put(bucket, part, Gradient(name="", rows=2), tensors, [["0"], ["1", "2"]])
+    updates.put(bucket, part, Gradient(name="", rows=5), tensors, [["0"], ["1", "2"]])
     BucketObjects(bucket).put(f"updates/00000/{kept.name}.safetensors", bytes_kept[: kept.slices[1].start])
     assert updates.find(bucket, part) is None  # without its end
     with pytest.raises(SpotlightError, match="found no such file"):

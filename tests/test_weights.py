@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -204,6 +205,25 @@ def test_an_attempt_that_goes_on_after_another_was_published_harms_nothing(tmp_p
     assert versions(tmp_path) == ["v00001"]
 
 
+def test_a_version_is_on_the_disk_before_it_has_its_name_and_then_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power may lose what was only written, or renamed."""
+    root, flushed, fsync = tmp_path / "weights", list[str](), os.fsync
+
+    def synced(descriptor: int) -> None:
+        place = Path(f"/proc/self/fd/{descriptor}").resolve()
+        flushed.extend(versions(tmp_path) if place == root else [place.name.partition("-v0")[0]])
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", synced)
+        publish(tmp_path, 1)
+
+    assert sorted(flushed[:2]) == ["optimizer.safetensors", "weights.safetensors"]
+    assert flushed[2:] == ["manifest.json", ".writing", ".staged-v00001", "v00001"]
+
+
 def test_publishing_what_was_never_staged_says_so(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match=r"version 2 was never staged; `spotlight resume`"):
         weights.publish(tmp_path, 2)
@@ -291,6 +311,15 @@ def test_a_manifest_that_is_no_manifest_is_refused(tmp_path: Path) -> None:
         weights.latest(tmp_path)
 
 
+def test_a_manifest_without_weights_is_refused(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    manifest = {"version": 1, "files": {"optimizer.safetensors": {"sha256": "0" * 64, "bytes": 1}}, "metrics": {}}
+    (tmp_path / "weights" / "v00001" / "manifest.json").write_text(json.dumps(manifest))
+
+    with pytest.raises(SpotlightError, match=r"files has no weights\.safetensors; it has \['optimizer\.safetensors'\]"):
+        weights.latest(tmp_path)
+
+
 def test_only_versions_to_keep_stay(tmp_path: Path) -> None:
     refs = [publish(tmp_path, version) for version in range(4)]
     weights.stage(tmp_path, 4, tensors(4), {}, {})
@@ -339,6 +368,21 @@ def test_a_damaged_store_is_named_with_a_node_as_without(tmp_path: Path, harm: C
         refusals.append(str(refused.value))
 
     assert refusals[0] == refusals[1]
+
+
+def test_a_file_that_another_process_removes_from_the_node_is_read_from_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref, node, bring = publish(tmp_path, 1), Node(tmp_path / "node"), Node.bring
+
+    def bring_and_lose(self: Node, *what: Any) -> Path:
+        path = bring(self, *what)
+        path.unlink()
+        return path
+
+    monkeypatch.setattr(Node, "bring", bring_and_lose)
+
+    torch.testing.assert_close(weights.load(tmp_path, ref, node=node), tensors(1), rtol=0, atol=0)
 
 
 def test_a_joiner_needs_only_peers(tmp_path: Path) -> None:

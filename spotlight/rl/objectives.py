@@ -183,8 +183,8 @@ def matching_log_prob(
     target_BNC: Tensor,
     sigma_B: Tensor,
     *,
-    weighting: Literal["uniform", "t", "ghuber"] = "uniform",
-    power: float = 0.25,
+    weighting: Literal["uniform", "t", "ghuber"],
+    power: float,
 ) -> Tensor:
     """Minus the weighted flow-matching error, which stands for a log-probability.
 

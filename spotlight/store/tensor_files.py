@@ -135,7 +135,7 @@ def read_arrays(file: BinaryIO, size: int) -> tuple[dict[str, NDArray[Any]], str
         header: dict[str, dict[str, Any]] = json.loads(text)
         for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
             dtype, shape = _ARRAYS[header[name]["dtype"]], header[name]["shape"]
-            if not all(type(count) is int and count >= 0 for count in shape):
+            if not all(type(count) is int for count in shape):
                 raise ValueError("a shape that is none")
             if prod(shape) * dtype.itemsize > left:
                 raise ValueError("a tensor that is larger than the file")

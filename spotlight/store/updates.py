@@ -42,11 +42,11 @@ _SUM = "sum-"
 
 def find(run: RunAt, part: GradientPart) -> Gradient | None:
     """A part's gradient if it was computed before, else None."""
-    return _found(run, part.iteration, part.name, part.slices)
+    return _found(run, part.iteration, part.name)
 
 
-def _found(run: RunAt, iteration: int, name: str, slices: int) -> Gradient | None:
-    """The gradient of this name, if its file is there with as many slices and as many bytes, else None."""
+def _found(run: RunAt, iteration: int, name: str) -> Gradient | None:
+    """The gradient of this name, if its file is there with all bytes of its slices, else None."""
     objects, key = objects_at(run), f"{_folder(iteration)}/{name}.json"
     content = objects.get(key)
     if content is None:
@@ -55,7 +55,7 @@ def _found(run: RunAt, iteration: int, name: str, slices: int) -> Gradient | Non
     if not found.slices:
         return found
     ends = list(accumulate(each.size for each in found.slices))
-    follow = [each.start for each in found.slices] == [0, *ends[:-1]] and len(ends) == slices
+    follow = [each.start for each in found.slices] == [0, *ends[:-1]]
     return found if follow and objects.size(f"{_folder(iteration)}/{name}.safetensors") == ends[-1] else None
 
 
@@ -139,7 +139,7 @@ def load_slices(
 
 def find_sum(run: RunAt, iteration: int, parts: Sequence[Gradient], at: int) -> Gradient | None:
     """The sum of slice ``at`` of several gradients if it was computed before, else None."""
-    return _found(run, iteration, _sum_name(parts, at), slices=1)
+    return _found(run, iteration, _sum_name(parts, at))
 
 
 def put_sum(

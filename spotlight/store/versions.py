@@ -297,15 +297,14 @@ class BucketVersions:
 
     def retain(self, keep: Collection[int]) -> None:
         """Manifests are deleted first; what a kill left of older versions, or of a deleted one, is deleted, too. So is
-        what was staged of a published one."""
+        what was staged of any of them."""
         keys = self._objects.sizes("weights")
         published = self._numbers(keys)
-        gone = [version for version in published if version not in keep]
-        self._objects.delete(*(self._manifest(version, staged=False) for version in gone))
-        left = (self._manifest(version, staged=True) for version in published)
+        newest = max(published, default=-1)
+        self._objects.delete(*(self._manifest(version, staged=False) for version in published if version not in keep))
+        left = (self._manifest(version, staged=True) for version in range(newest + 1))
         self._objects.delete(*(key for key in left if key in keys))
-        newest = max(keep, default=-1)
         for key in keys:
             match = re.match(rf"weights/{_VERSION.pattern}/", key)
-            if match and (number := int(match[1])) not in keep and (number in gone or number < newest):
+            if match and int(match[1]) not in keep and int(match[1]) <= newest:
                 self._objects.delete(key)
