@@ -23,6 +23,7 @@ from spotlight.rl.models.qwen_image import QwenImage
 
 HEADS, HEAD_DIM, IMAGE, TEXT = 4, 32, 256, 32
 TOKENS, WIDTH = IMAGE + TEXT, HEADS * HEAD_DIM
+EMBEDS = {"guidance_embeds": True}
 DTYPE = torch.bfloat16
 """In which some of what is kept is float32 all the same."""
 COMMON: dict[str, Any] = {"attention_head_dim": HEAD_DIM, "num_attention_heads": HEADS, "joint_attention_dim": 16}
@@ -197,6 +198,18 @@ def test_a_validation_is_a_batch_too() -> None:
     assert "run.validation_seeds" in many.way_out
 
 
+def test_exploration_is_a_batch_too_where_there_is_some() -> None:
+    survey, settings = qwen_image()
+    large = settings.model_copy(update={"exploration": settings.exploration.model_copy(update={"request_seeds": 512})})
+    off = large.model_copy(update={"strategy": settings.strategy.model_copy(update={"exploration": "off"})})
+
+    few, many, unexplored = (
+        memory.estimate(survey, each, QwenImage.lora_targets)[1].parts["activations"] for each in (settings, large, off)
+    )
+
+    assert many > few == unexplored
+
+
 def test_graphs_of_denoising_are_there_while_training() -> None:
     with_graphs, without = (
         memory.estimate(*qwen_image(height_px=1280, width_px=1280, cuda_graphs=on), QwenImage.lora_targets)
@@ -253,6 +266,57 @@ def test_both_samples_of_a_pair_count() -> None:
     assert pair.parts["activations"] == 2 * one.parts["activations"]
 
 
+def test_both_passes_of_true_guidance_are_kept_and_where_it_is_embedded_there_is_one() -> None:
+    survey, settings = qwen_image()
+    embedded = replace(survey, transformer=replace(survey.transformer, config={**survey.transformer.config, **EMBEDS}))
+    unguided = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"guidance": 1.0})})
+
+    true, one, none = (
+        memory.estimate(*each, QwenImage.lora_targets)[-1].parts["activations"]
+        for each in ((survey, settings), (embedded, settings), (survey, unguided))
+    )
+
+    assert true == 2 * one == 2 * none
+
+
+@pytest.mark.parametrize(
+    ("checkpointed", "expected"),
+    [
+        (False, 2 * memory.SAVED_DOUBLE + 3 * memory.SAVED_SINGLE),
+        (True, 2 + 3 + memory.SAVED_DOUBLE),  # the inputs of all blocks, and all of one
+    ],
+)
+def test_blocks_of_both_kinds_are_kept_or_their_inputs(checkpointed: bool, expected: int) -> None:
+    survey, settings = qwen_image(gradient_checkpointing=checkpointed)
+    layers = {"num_layers": 2, "num_single_layers": 3, **EMBEDS}
+    survey = replace(survey, transformer=replace(survey.transformer, config={**survey.transformer.config, **layers}))
+
+    kept = memory.estimate(survey, settings, QwenImage.lora_targets)[-1].parts["activations"]
+
+    assert kept == expected * memory.tokens(survey, settings.model) * memory.width(survey.transformer) * 2  # bytes
+
+
+@pytest.mark.parametrize(("kl", "copies"), [(0.0, 3), (0.1, 4)])
+def test_where_training_of_full_weights_started_is_kept_if_it_is_compared_with(kl: float, copies: int) -> None:
+    survey, settings = qwen_image(train={"lora_rank": 0, "kl": kl, "algorithm": "awm"}, dtype="float32")
+
+    *_, training = memory.estimate(survey, settings, QwenImage.lora_targets)
+
+    assert training.parts["what is trained"] == copies * 4 * survey.transformer.parameters
+
+
+def test_a_tiled_image_is_decoded_in_tiles_of_512_px() -> None:
+    whole, tiled, small = (
+        memory.estimate(
+            *qwen_image(height_px=height, width_px=width, vae_tiling=on, cuda_graphs=False), QwenImage.lora_targets
+        )[2].parts["pixels"]
+        for height, width, on in ((1024, 256, False), (1024, 256, True), (512, 256, False))
+    )
+
+    assert whole == 2 * tiled
+    assert tiled == small
+
+
 def test_a_vae_of_videos_keeps_more_of_an_image() -> None:
     survey, settings = qwen_image()
     plain = replace(survey, vae=replace(survey.vae, config={"block_out_channels": [96, 192, 384]}))
@@ -277,6 +341,26 @@ def test_networks_of_rewards_count_where_they_score_beside_the_model(tmp_path: P
         *(stored,) * 3,
     ]
     assert apart == alone
+
+
+def test_the_clip_of_a_reward_counts_with_its_head(tmp_path: Path) -> None:
+    survey, settings = qwen_image()
+    for name in ("head", "clip"):
+        (tmp_path / name).mkdir()
+        save_file({"weight": torch.zeros(1000)}, tmp_path / name / "model.safetensors")
+    reward = RewardSection(name="geneval", path=str(tmp_path / "head"), options={"clip": str(tmp_path / "clip")})
+
+    found = memory.reward_bytes(settings.model_copy(update={"reward": reward}))
+
+    assert found == 2 * (tmp_path / "clip" / "model.safetensors").stat().st_size
+
+
+def test_some_of_a_device_is_left_for_what_is_not_counted() -> None:
+    phase = memory.Phase(name="training", parts={"weights": 95e9}, way_out="rest")
+
+    memory.require([phase], 104e9, "a GPU")
+    with pytest.raises(SpotlightError, match=r"needs about 95 GB .* and a GPU has 100"):
+        memory.require([phase], 100e9, "a GPU")
 
 
 def test_what_does_not_fit_is_refused_with_a_way_out() -> None:
