@@ -66,6 +66,17 @@ def test_rows_of_json_and_of_tables_are_prompts_with_metadata(tmp_path: Path) ->
     ]
 
 
+def test_metadata_are_the_same_whatever_the_order_of_a_rows_columns_and_without_those_that_are_null(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(
+        '{"tag": "x", "prompt": "a", "n": 1}\n{"n": 1, "prompt": "a", "tag": "x"}\n{"prompt": "a", "tag": null}\n'
+    )
+
+    assert [each.metadata for each in read_prompts(file)] == ['{"n": 1, "tag": "x"}'] * 2 + [""]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -201,6 +212,12 @@ def test_the_choice_depends_on_seed_and_iteration_alone() -> None:
     assert again == first
     assert choose_prompts(80, 8, seed=4, iteration=12) != first
     assert choose_prompts(80, 8, seed=3, iteration=12 + 10) != first  # the same place in the next epoch
+
+
+def test_a_run_that_an_earlier_release_began_is_resumed_with_the_prompts_that_it_chose() -> None:
+    """Written down on 2026-11-29: whoever draws otherwise breaks runs that are under way."""
+    assert choose_prompts(8, 4, seed=1, iteration=0) == (0, 5, 4, 1)
+    assert choose_prompts(8, 4, seed=1, iteration=5) == (6, 2, 3, 1)
 
 
 def test_too_few_prompts_for_an_iteration_is_an_error_with_both_numbers() -> None:
