@@ -23,10 +23,11 @@ from torch import Tensor
 from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
 from runs import PROMPTS, settings_file
 from spotlight import config
+from spotlight.config import Config
 from spotlight.records import SpotlightError
 from spotlight.rl import export, models
 from spotlight.rl.export import LORA_FILE, export_weights
-from spotlight.rl.sample import GAP_PX, sample
+from spotlight.rl.sample import GAP_PX, draw, sample
 from spotlight.shell import main
 from spotlight.simulation import simulate
 from spotlight.store import weights
@@ -129,9 +130,12 @@ def test_an_exported_lora_gives_plain_diffusers_the_trained_outputs(pipeline: Pa
     assert torch.equal(outputs(plain.transformer), trained)
 
 
-def test_a_lora_beside_a_bfloat16_base_is_exported_in_float32(pipeline: Path, tmp_path: Path) -> None:
-    run_dir = make_run(pipeline, tmp_path, dtype="bfloat16")
-    plain = QwenImageTransformer2DModel.from_pretrained(pipeline, subfolder="transformer", torch_dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_lora_beside_a_narrower_base_is_exported_in_float32(
+    pipeline: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    run_dir = make_run(pipeline, tmp_path, dtype=str(dtype).removeprefix("torch."))
+    plain = QwenImageTransformer2DModel.from_pretrained(pipeline, subfolder="transformer", torch_dtype=dtype)
     base = outputs(plain)
 
     to = export_weights(run_dir, tmp_path / "lora")
@@ -242,6 +246,18 @@ def test_an_export_that_lost_its_alpha_is_refused_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [run_dir.name]
 
 
+def test_an_export_whose_outputs_are_no_numbers_is_refused(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path, versions=1)
+    first = weights.published(run_dir, 0)
+    assert first
+    huge = {name: torch.full_like(value, 1e30) for name, value in weights.load(run_dir, first.weights, "old").items()}
+    weights.stage(run_dir, 1, huge, {}, {}, None, huge)
+    weights.publish(run_dir, 1)
+
+    with pytest.raises(SpotlightError, match="does not give the outputs of the trained model"):
+        export_weights(run_dir, tmp_path / "lora")
+
+
 def test_a_merge_that_lost_what_was_trained_is_refused(
     pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +339,30 @@ def test_a_sample_sheet_shows_the_run_before_and_after(pipeline: Path, tmp_path:
     assert not np.array_equal(before[:, :32], before[:, 32 + GAP_PX :])
 
 
+def test_a_sample_is_drawn_in_the_steps_asked_for_or_of_a_validation_or_of_a_rollout_and_with_its_guidance(
+    pipeline: Path,
+) -> None:
+    def settings(validation_steps: int = 0, guidance: float = 4.0) -> Config:
+        tree = {
+            "run": {"validation_steps": validation_steps},
+            "model": {"name": "qwen-image", "path": str(pipeline), "device": "cpu", "height_px": 16, "width_px": 32},
+            "data": {"train_prompts": str(DIGITS), "validation_prompts": str(DIGITS)},
+            "rollout": {"steps": 2, "guidance": guidance},
+        }
+        return config.resolve(tree, pipeline)
+
+    model = models.load(settings().model)
+    model.preload([""])
+
+    two, three, four = (draw(model, settings(), "", [0], steps).tolist() for steps in (2, 3, 4))
+
+    assert two != three != four
+    assert draw(model, settings(), "", [0], 0).tolist() == two
+    assert draw(model, settings(validation_steps=3), "", [0], 0).tolist() == three
+    assert draw(model, settings(validation_steps=3), "", [0], 4).tolist() == four
+    assert draw(model, settings(guidance=1.0), "", [0], 0).tolist() != two
+
+
 @pytest.mark.parametrize(
     ("to", "more", "says"),
     [
@@ -332,6 +372,7 @@ def test_a_sample_sheet_shows_the_run_before_and_after(pipeline: Path, tmp_path:
         (".", {}, "expected the name of an image file"),
         ("sheet.png", {"seeds": []}, "no seeds: expected one for each column"),
         ("sheet.png", {"seeds": [-1]}, r"seeds \[-1\]: expected"),
+        ("sheet.png", {"seeds": [2**64]}, rf"seeds \[{2**64}\]: expected numbers from 0 to 2\^64 - 1"),
         ("sheet.png", {"steps": -3}, "steps -3: expected"),
         ("sheet.png", {"prompt": "a \udcff"}, r"prompt = 'a \\udcff': is not Unicode"),
     ],

@@ -157,8 +157,7 @@ def _loader(model: models.Model) -> Any:
 
 
 def _load(settings: Config) -> models.Model:
-    plain = {"device": "cpu", "gradient_checkpointing": False}
-    return models.load(settings.model.model_copy(update=plain))
+    return models.load(settings.model.model_copy(update={"device": "cpu"}))
 
 
 @torch.no_grad()
