@@ -492,6 +492,11 @@ def cut_short(directory: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def lie_of_the_header(directory: Path) -> None:
+    (file,) = (directory / "vae").glob("*.safetensors")
+    file.write_bytes((2**40).to_bytes(8, "little") + file.read_bytes()[8:])
+
+
 def pickle_weights(directory: Path) -> None:
     (file,) = (directory / "transformer").glob("*.safetensors")
     file.with_suffix(".bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
@@ -508,6 +513,12 @@ def lose_weights(directory: Path) -> None:
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 123\n"
+
+
+def lose_one_of_several_files(directory: Path) -> None:
+    (file,) = (directory / "transformer").glob("*.safetensors")
+    index = {"weight_map": {"a": file.name, "b": "other.safetensors"}}
+    file.with_name(f"{file.name}.index.json").write_text(json.dumps(index))
 
 
 def leave_a_pointer(directory: Path) -> None:
@@ -540,9 +551,11 @@ def sample_with_noise(directory: Path) -> None:
 BROKEN = {
     "class": (break_transformer_class, r"transformer/config\.json: .*'UNet2DConditionModel'"),
     "cut short": (cut_short, r"vae/.*safetensors: damaged or cut short"),
+    "header": (lie_of_the_header, rf"vae/.*safetensors: damaged or cut short \(a header of {2**40} bytes\)"),
     "pickled": (pickle_weights, r"transformer: its weights are pickled \(diffusion_pytorch_model\.bin\)"),
     "no index": (lose_index, "has no model_index.json"),
     "no weights": (lose_weights, r"vae: has no \.safetensors file"),
+    "one lost": (lose_one_of_several_files, r"transformer/other\.safetensors: named by .*\.index\.json, but missing"),
     "pointer": (leave_a_pointer, r"diffusion_pytorch_model\.safetensors: is a Git LFS pointer"),
     "variant": (keep_a_variant_only, r"transformer: its weights are in diffusion_pytorch_model\.fp16\.safetensors"),
     "quantized": (quantize, r"transformer/config\.json: the weights are quantized"),
@@ -605,9 +618,22 @@ def test_weights_are_told_from_others_by_a_part_of_them(made: Checkpoints, tmp_p
     assert checkpoints.fingerprint("flux", directory) == before == checkpoints.fingerprint("flux", made["flux"])
 
     (file,) = (directory / "transformer").glob("*.safetensors")
-    save_file({name: value + 0.01 for name, value in load_file(file).items()}, file)
+    state = load_file(file)
+    name = sorted(state)[len(state) // 2]  # neither at the file's start nor at its end
+    size = file.stat().st_size
+    save_file({**state, name: state[name] + 0.01}, file, metadata={"format": "pt"})
 
+    assert file.stat().st_size == size
     assert checkpoints.fingerprint("flux", directory) != before
+
+
+def test_weights_are_told_from_others_by_their_size_where_all_that_is_looked_at_is_equal(tmp_path: Path) -> None:
+    short, long = tmp_path / "short", tmp_path / "long"
+    for file, size in ((short, 2_000_000), (long, 3_000_000)):
+        with file.open("wb") as stream:
+            stream.truncate(size)  # zeros
+
+    assert checkpoints.fingerprint("tiny-text", short) != checkpoints.fingerprint("tiny-text", long)
 
 
 def test_a_quantized_encoder_whose_library_is_absent_is_named(made: Checkpoints, tmp_path: Path) -> None:
