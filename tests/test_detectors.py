@@ -81,6 +81,27 @@ def test_noise_specks_and_an_empty_picture_have_no_sure_shapes() -> None:
         assert sum(thing["score"] > 0.9 for name in CLASSES if name != "square" for thing in found[name]) == 0
 
 
+def test_a_region_of_less_than_a_hundredth_of_the_picture_or_of_half_a_shape_is_none() -> None:
+    speck, small, half = (
+        ShapeDetector()(scene(("square", "red", box)), ["square"])["square"]
+        for box in ((3, 3, 5, 5), (3, 3, 6, 6), (3, 3, 22, 12))
+    )
+
+    assert speck == []  # 3 x 3 of 32 x 32 pixels
+    assert [thing["score"] for thing in small] == [1.0]
+    assert [thing["score"] for thing in half] == [0.0]  # as wide as two
+
+
+def test_pixels_that_a_shape_covers_in_part_belong_to_its_box() -> None:
+    image = np.full((32, 32, 3), 255, np.uint8)
+    image[7:19, 7:19] = 255 - 0.4 * (255 - np.array(COLOURS["red"]))
+    image[8:18, 8:18] = COLOURS["red"]
+
+    (thing,) = ShapeDetector()(image, ["square"])["square"]
+
+    assert thing["box"] == pytest.approx((7.6, 7.6, 18.4, 18.4), abs=0.2)
+
+
 def test_regions_that_touch_at_corners_only_are_two() -> None:
     labels = connected(np.array([[1, 1, 0, 0], [0, 1, 0, 1], [1, 0, 1, 1]], dtype=bool))
 

@@ -50,7 +50,7 @@ from spotlight.rl.rewards import (
     score_each,
 )
 from spotlight.rl.rewards.clip import AestheticScorer, ClipScorer, PickScorer
-from spotlight.rl.rewards.geneval import Objects, metadata_of, relative_position
+from spotlight.rl.rewards.geneval import MAX_OBJECTS, Objects, metadata_of, relative_position
 from spotlight.rl.rewards.ocr import OcrScorer
 from spotlight.rl.rewards.reader import ReaderScorer
 
@@ -85,7 +85,7 @@ def test_text_is_found_and_read_in_scenes_that_one_line_readers_fail_on() -> Non
 
 
 def test_tiny_text_is_read_in_a_large_scene() -> None:
-    image = scene("Platform 9", 26, (700, 1100), side_px=1280)
+    image = scene("Platform 9", 14, (700, 1100), side_px=1280)
 
     assert load("scene-ocr")(image[None], ['a sign "Platform 9"']) == [1.0]
 
@@ -113,6 +113,7 @@ def thing(x: float, y: float, *, side: float = 10, color: str = "red", certain: 
         (-50, -50, {"left of", "above"}),
         (-50, -20, {"left of"}),  # shortened to (48, 18) of 53.9: 0.89 and 0.33
         (1.5, 1.5, set()),  # a tenth of both sizes is 2
+        (5, 0, {"right of"}),  # shortened to 3 of 5
         (0, 0, set()),
     ],
 )
@@ -151,6 +152,18 @@ CASES: list[tuple[Objects, dict[str, Any], bool, float]] = [
         0.75,  # 1 and 1 for the counts, then 0 and 1
     ),
     ({"cat": [thing(0, 0)]}, include(DOG, {**CAT, "position": ["right of", 0]}), False, 1 / 3),  # 0, 1, no target: 0
+    (
+        {"dog": [thing(0, 0)], "cat": [thing(90, 0, color="blue")]},
+        include(DOG, {**CAT, "color": "red", "position": ["right of", 0]}),
+        False,
+        2 / 3,  # 1 and 1 for the counts, then 0: where the colour is wrong, a position has no term
+    ),
+    (
+        {"dog": [thing(0, 0, color="blue")], "cat": [thing(90, 0)]},
+        include({**DOG, "color": "red"}, {**CAT, "position": ["right of", 0]}),
+        False,
+        0.5,  # 1, 0 for the colour, 1, and 0: what has the wrong colour is no target
+    ),
     ({"dog": [thing(0, 0)] * 2}, include(DOG, exclude=[{"class": "dog", "count": 2}]), False, 0.0),
     ({"dog": [thing(0, 0)]}, include(DOG, exclude=[{"class": "dog", "count": 2}]), True, 1.0),
 ]
@@ -196,15 +209,25 @@ def test_a_detector_that_cannot_be_called_is_refused() -> None:
 
 
 def test_the_scorer_takes_what_is_asked_for_from_the_prompt_and_counts_only_what_is_certain() -> None:
-    images = np.array([0, 1, 2, 4], dtype=np.uint8).reshape(4, 1, 1, 1).repeat(3, -1)
+    images = np.array([0, 1, 2, 4, 9], dtype=np.uint8).reshape(5, 1, 1, 1).repeat(3, -1)
 
-    graded, _ = score(GenEvalScorer(Painted()), images, [dogs(2)] * 4, attempts=1)
-    counted, _ = score(GenEvalScorer(Painted()), images, [dogs(2, "counting")] * 4, attempts=1)
-    strict, _ = score(GenEvalScorer(Painted(), graded=False), images, [dogs(2)] * 4, attempts=1)
+    graded, _ = score(GenEvalScorer(Painted()), images, [dogs(2)] * 5, attempts=1)
+    counted, _ = score(GenEvalScorer(Painted()), images, [dogs(2, "counting")] * 5, attempts=1)
+    strict, _ = score(GenEvalScorer(Painted(), graded=False), images, [dogs(2)] * 5, attempts=1)
 
-    assert graded == [0.0, 0.5, 1.0, 0.0]
-    assert counted == [0.0, 0.5, 1.0, 1.0]  # the other two dogs are less certain than 0.9
-    assert strict == [0.0, 0.0, 1.0, 1.0]
+    assert graded == [0.0, 0.5, 1.0, 0.0, 0.0]  # far too many are as bad as none
+    assert counted == [0.0, 0.5, 1.0, 1.0, 1.0]  # the other dogs are less certain than 0.9
+    assert strict == [0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_of_many_objects_the_most_certain_count() -> None:
+    def detector(image_HWC: NDArray[np.uint8], classes: Sequence[str]) -> Objects:
+        return {"dog": [thing(0, 0, color="blue", certain=0.5), *[thing(0, 0, color="red")] * MAX_OBJECTS]}
+
+    clause = {"class": "dog", "count": MAX_OBJECTS, "color": "red"}
+    prompt = Prompt(id=0, text="dogs", metadata=json.dumps(include(clause)))
+
+    assert score(GenEvalScorer(detector), GREY[:1], [prompt], attempts=1) == ([1.0], [])
 
 
 @pytest.mark.parametrize(
@@ -214,6 +237,7 @@ def test_the_scorer_takes_what_is_asked_for_from_the_prompt_and_counts_only_what
         "{}",
         '{"include": []}',
         '{"include": [{"class": "dog"}]}',
+        '{"include": [{"class": "dog", "count": 0}]}',
         '{"include": [{"class": "a", "count": 1, "position": ["above", 0]}]}',
         '{"include": [{"class": "a", "count": 1, "color": 3}]}',
         '{"include": [{"class": "a", "count": 1}, {"class": "a", "count": 1, "position": ["above", 0.0]}]}',
@@ -272,6 +296,26 @@ def test_a_clip_score_is_the_cosine_that_the_model_itself_gives(clip: Path) -> N
     assert picked == pytest.approx(logits.tolist(), abs=1e-4)
     assert cosines == pytest.approx((logits / model.logit_scale.exp()).tolist(), abs=1e-6)
     assert len(set(cosines)) == 3
+
+
+def test_of_a_tall_picture_the_middle_is_seen_as_of_a_wide_one(clip: Path) -> None:
+    scorer, picture = ClipScorer(str(clip)), pictures()[0]
+
+    wide, tall = scorer._prepared(picture), scorer._prepared(picture.transpose(1, 0, 2))
+
+    assert np.abs(tall - wide.transpose(0, 2, 1)).mean() < 0.1  # not 0: rounded in another order
+
+
+def test_a_network_of_a_reward_drops_nothing_out(clip: Path, tmp_path: Path) -> None:
+    trained = shutil.copytree(clip, tmp_path / "trained")
+    settings = json.loads((trained / "config.json").read_text())
+    for part in ("text_config", "vision_config"):
+        settings[part]["attention_dropout"] = 0.5
+    (trained / "config.json").write_text(json.dumps(settings))
+
+    with_dropout, without = (ClipScorer(str(each))(pictures(), ["a dog"] * 3) for each in (trained, clip))
+
+    assert with_dropout == without
 
 
 def test_the_aesthetic_score_is_that_of_its_layers(clip: Path, tmp_path: Path) -> None:
@@ -767,6 +811,7 @@ def test_the_planner_looks_where_rewards_of_real_images_lie_unless_the_settings_
     assert planned_range(picked) == (14.0, 28.0)
     assert planned_range(given) == (10.0, 30.0)
     assert planned_range(twice) == (28.0, 56.0)
+    assert planned_range(Weighted([(-2.0, picked)])) == (-56.0, -28.0)
     assert normalised((14.0, 28.0), [7.0, 21.0, 99.0]) == (0.0, 0.5, 1.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import errno
 import io
+import itertools
 import json
 import re
 import socket
@@ -14,6 +15,7 @@ import urllib.error
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -187,6 +189,16 @@ def test_a_server_that_hangs_is_given_up_in_time() -> None:
     assert time.monotonic() - began_s < 10
 
 
+def test_an_answer_whose_parts_take_too_long_together_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = itertools.count()
+    monkeypatch.setattr(reward_server, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))  # a second a look
+    with serving(lambda _, payload: honest(payload)) as server:
+        values, (error,) = score(HttpScorer(server.url, timeout_s=0.5), IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert values == [None]
+    assert "was still answering after reward.timeout_s = 0.5 s" in error
+
+
 def test_an_endless_answer_is_given_up() -> None:
     with serving(lambda *_: (200, b" " * 5_000_000)) as server:
         values, errors = score(HttpScorer(server.url), IMAGES[:1], PROMPTS[:1], attempts=1)
@@ -325,6 +337,7 @@ def test_a_chat_is_asked_with_the_image_and_its_number_is_the_reward(monkeypatch
     assert values == [7.5]
     assert path == "/v1/chat/completions"
     assert payload["model"] == "vl"
+    assert payload["temperature"] == 0  # the same image gets the same reward
     assert "a {cat}" in text["text"]
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
     assert headers["Authorization"] == "Bearer secret"

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from spotlight.records import Prompt, SpotlightError
 from spotlight.rl import rewards
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import Scorer, build, load, ocr_score, quoted_target, score
+from spotlight.rl.rewards.base import BACK_OFF_S, PAUSE_S_MAX, Unreachable
 
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans-Bold.ttf"
 
@@ -154,6 +156,14 @@ def test_a_reward_does_not_depend_on_what_else_is_in_the_batch() -> None:
 
     assert together == [scorer(images[row : row + 1], prompts[row : row + 1])[0] for row in range(len(prompts))]
     assert 0.0 < np.mean(together) < 1.0  # the noise makes some unreadable: the comparison is not of constants
+
+
+def test_a_narrow_image_is_read_with_room_for_every_letter_of_its_target() -> None:
+    """Equal neighbours need a blank between them."""
+    wide = Image.fromarray(draw("222222", height_px=32, width_px=112))
+    narrow = np.asarray(wide.resize((48, 32)))
+
+    assert load("ocr")(narrow[None], ['a "222222"']) == [1.0]
 
 
 def test_an_unreadable_image_scores_zero() -> None:
@@ -325,6 +335,7 @@ def test_rewards_may_be_numbers_of_any_library(returned: Any) -> None:
         (None, "None, which is no list"),
         (["a"], "'a', which is no number"),
         ([float("nan")], "nan, which is no finite number; where an image has no reward, raise an error"),
+        ([float("inf")], "inf, which is no finite number"),
         ([10**400], "its rewards are to lie in [0.0, 1.0]"),
         ({0: 0.5}, "which is no list"),
         ({0.5}, "which is no list"),
@@ -406,7 +417,8 @@ def test_what_a_person_must_put_right_is_not_tried_again() -> None:
     assert len(scorer.calls) == 1
 
 
-def test_a_scorer_is_given_no_more_images_than_it_may_have_at_once() -> None:
+@pytest.mark.parametrize(("batch", "sizes"), [(2, [2, 2, 1]), (4, [4, 1]), (5, [5]), (0, [5])])
+def test_a_scorer_is_given_no_more_images_than_it_may_have_at_once(batch: int, sizes: list[int]) -> None:
     class Counts(Scorer):
         def __init__(self) -> None:
             self.sizes: list[int] = []
@@ -417,10 +429,36 @@ def test_a_scorer_is_given_no_more_images_than_it_may_have_at_once() -> None:
 
     counts, images = Counts(), np.arange(5, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 4, 3), np.uint8)
 
-    found = score(counts, images, ["a"] * 5, attempts=1, batch=2)
+    found = score(counts, images, ["a"] * 5, attempts=1, batch=batch)
 
     assert found == ([0.0, 0.1, 0.2, 0.3, 0.4], [])
-    assert counts.sizes == [2, 2, 1]
+    assert counts.sizes == sizes
+
+
+def test_each_further_attempt_comes_after_twice_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses_s.append)
+
+    score(Failing(raise_always), IMAGES[:1], PROMPTS[:1], attempts=4)
+
+    assert pauses_s == [BACK_OFF_S, 2 * BACK_OFF_S, 4 * BACK_OFF_S]
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_server_is_asked_again_after_longer_and_longer_pauses_up_to_a_longest_one(
+    monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    pauses_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses_s.append)
+
+    def starting(call: int, pixels: list[int]) -> None:
+        if call <= 10:
+            raise Unreachable("starting")
+
+    found = score(Failing(starting), IMAGES, PROMPTS, attempts=1, batch=batch, patience_s=60.0)
+
+    assert found == ([0.0, 0.1, 0.2, 0.3], [])
+    assert pauses_s == [BACK_OFF_S * 2**n for n in range(7)] + [PAUSE_S_MAX] * 3
 
 
 def test_nothing_to_score_needs_no_scorer() -> None:

@@ -92,8 +92,6 @@ def planned_range(scorer: Scorer) -> tuple[float, float]:
 def normalised(within: tuple[float, float], rewards: Sequence[float]) -> tuple[float, ...]:
     """Rewards with `planned_range` mapped to [0, 1], those outside cut off: what the planner sees."""
     low, high = within
-    if within == (0.0, 1.0) and all(0.0 <= reward <= 1.0 for reward in rewards):  # most scorers' own range
-        return tuple(map(float, rewards))
     return tuple(min(1.0, max(0.0, (reward - low) / (high - low))) for reward in rewards)
 
 
@@ -133,7 +131,7 @@ def network(kind: Any, path: Path, unused: tuple[str, ...] = (), **options: Any)
             f"{path}: {len(lost)} weights that {type(model).__name__} needs are absent, or of other shapes, such as "
             f"{lost[0]}: copy the checkpoint anew, or name one of that class"
         )
-    return model.eval().to(device_of_rewards())
+    return model.to(device_of_rewards())  # transformers gave it in evaluation mode
 
 
 def score(

@@ -92,7 +92,8 @@ def geneval_graded(objects: Objects, metadata: Mapping[str, Any]) -> float:
 
     Each clause gives a term for its count, ``1 - |found - n| / n``. If the count is wrong, a colour or a position gives
     0, and both together one 0. If it is right, a colour gives ``1 - |matched - n| / n``; a position 1 if it is right,
-    and 0 and 1 if it is wrong (as the server has it), or 0 if its target is not there. What is excluded does not count.
+    and 0 and 1 if it is wrong (as the server has it), or 0 if its target is not there, and nothing if the colour is
+    wrong. What is excluded does not count.
     """
     terms: list[float] = []
     groups: list[Sequence[Object] | None] = []
