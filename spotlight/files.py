@@ -3,6 +3,7 @@ addresses."""
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import stat
@@ -132,11 +133,20 @@ def absolute(base: Path, path: str) -> str:
         raise SpotlightError(f"{shown(path)}: has {len(path)} characters, and a path has {PATH_MAX} at most")
     path = from_home(path)
     try:
-        return str((base / path).resolve())
-    except RuntimeError:  # raised by pathlib
-        raise SpotlightError(f"{path!r}: links lead in a circle there; give the path of a file") from None
+        found = os.path.realpath(base / path)
     except (OSError, ValueError) as error:
         raise SpotlightError(f"{path!r}: is no path ({error}); give the path of a file") from None
+    if _leads_in_a_circle(found):
+        raise SpotlightError(f"{path!r}: links lead in a circle there; give the path of a file")
+    return found
+
+
+def _leads_in_a_circle(path: str) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def read_bytes(path: str | Path, what: str) -> bytes:
