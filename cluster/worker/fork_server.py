@@ -26,7 +26,7 @@ from typing import IO, Any
 
 import spotlight
 from cluster.start import janitor
-from cluster.worker.process import FOR_OTHERS, continued, fork_context, has_own_fork_server, own_fork_server
+from cluster.worker.process import FOR_OTHERS, KEYED, continued, fork_context, has_own_fork_server, own_fork_server
 from spotlight.records import SpotlightError
 from spotlight.store.device_locks import began
 from spotlight.store.leftovers import SOCKET_BYTES
@@ -37,6 +37,8 @@ OWN = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "OLDPWD", "RANK", "SHLVL", "_", "__
 OWN_FOLDER = "dask-scratch-space"
 """Where Dask gives each worker a folder, and looks for modules that were sent to it; we send none."""
 ENDING_S, POLL_S = 1.0, 0.01
+KEY_BYTES = 32
+"""As long as `multiprocessing` makes it."""
 TURN_S = 300.0
 """How long another worker may take to start the parent: that takes moments, and a frozen worker is replaced before."""
 
@@ -80,8 +82,6 @@ def fork_server() -> ForkServerContext:
 
 def place() -> Path | None:
     """The directory in node memory of the parent that this process may share; None where there can be none."""
-    if hasattr(forkserver._forkserver, "_forkserver_authkey"):  # Python 3.14: a request needs the starter's secret
-        return None
     try:
         names = sorted(os.listdir("/proc/self/ns"))
         bounds = [*(os.readlink(f"/proc/self/ns/{name}") for name in names), Path("/proc/self/cgroup").read_text()]
@@ -158,8 +158,10 @@ def _wait_for(turn: IO[str]) -> None:
 
 def _start(root: Path) -> int:
     """Start the parent; returns the writing end of its pipe. Its first request waits for its imports."""
-    for name in ("socket", "alive", "pid"):
+    for name in ("socket", "alive", "pid", "key"):
         (root / name).unlink(missing_ok=True)
+    (root / "key").touch(mode=0o600)
+    (root / "key").write_bytes(os.urandom(KEY_BYTES))
     os.mkfifo(root / "alive", 0o600)
     reads = os.open(root / "alive", os.O_RDONLY | os.O_NONBLOCK)
     alive = os.open(root / "alive", os.O_WRONLY | os.O_NONBLOCK)
@@ -190,6 +192,7 @@ def _ask(joined: _Joined) -> None:
     server._forkserver_address = str(joined.root / "socket")
     server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
     server._forkserver_pid = None
+    server._forkserver_authkey = (joined.root / "key").read_bytes()
     server.ensure_running = resource_tracker.ensure_running
 
 
@@ -204,8 +207,17 @@ def serve(listener: int, reads: int, root: str) -> None:
         for number, file in enumerate((nothing, log, log)):
             os.dup2(file.fileno(), number)
     try:
-        forkserver.main(listener, reads, ["cluster.worker.preload"])
+        forkserver.main(listener, reads, ["cluster.worker.preload"], **_given_key(Path(root)))
     finally:
         until_s = time.monotonic() + ENDING_S
         while not sweep(Path(root)) and time.monotonic() < until_s:  # it may be held a moment longer than the pipe
             time.sleep(POLL_S)
+
+
+def _given_key(root: Path) -> dict[str, Any]:
+    if not KEYED:
+        return {}
+    reads, writes = os.pipe()
+    os.write(writes, (root / "key").read_bytes())
+    os.close(writes)
+    return {"authkey_r": reads}

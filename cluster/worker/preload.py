@@ -14,8 +14,10 @@ import os
 import signal
 import socket
 import sys
-from multiprocessing import forkserver, reduction, spawn
+from collections.abc import Callable
+from multiprocessing import connection, forkserver, reduction, spawn
 from types import TracebackType
+from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import: losing a peer is no news here
 # A library that looks for GPUs at its import must not open CUDA here: processes forked from here could not use it.
@@ -26,6 +28,7 @@ import cluster.worker.plugin
 import cluster.worker.process
 import spotlight.device.engine
 import spotlight.rl.models.tiny_text  # brings the transformers of all models, for an engine to start at once
+from cluster.worker.process import KEYED
 
 cluster.worker.process.take_back_pythonpath()
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal is for the driver, which stops its workers in order
@@ -59,8 +62,26 @@ def _received(sock: socket.socket, size: int) -> list[int]:
         raise _Vanished(errno.ECONNABORTED, "vanished while it asked for a process") from None
 
 
+def _keyed(challenge: Callable[[Any, bytes], None]) -> Callable[[Any, bytes], None]:
+    """From Python 3.14 on, who asks must know the server's key, which is kept for what is forked from here."""
+
+    def challenged(asking: Any, key: bytes) -> None:
+        server: Any = forkserver._forkserver
+        if server._forkserver_authkey is None:
+            server._forkserver_authkey = key
+        try:
+            challenge(asking, key)
+        except OSError as error:
+            raise _Vanished(errno.ECONNABORTED, f"vanished while it asked for a process: {error}") from None
+
+    return challenged
+
+
 _receive = reduction.recvfds
 reduction.recvfds = _received
+if KEYED:
+    connection.deliver_challenge = _keyed(connection.deliver_challenge)  # type: ignore[assignment]
+    connection.answer_challenge = _keyed(connection.answer_challenge)  # type: ignore[assignment]
 _start_server = forkserver.ForkServer.ensure_running
 forkserver.ForkServer.ensure_running = _ensure_running  # type: ignore[assignment,method-assign]
 sys.excepthook = _report

@@ -34,6 +34,8 @@ from spotlight.store.leftovers import Scratch
 FOR_OTHERS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 """Signals blocked in the fork server and its engines: Ctrl-C is for the driver alone, and notices, which Slurm
 sends to all processes of a job, are for the workers."""
+KEYED = hasattr(forkserver._forkserver, "_forkserver_authkey")
+"""Whether a fork server forks only for who knows its key: from Python 3.14 on."""
 PYTHONPATH_BEFORE = "SPOTLIGHT_PYTHONPATH"
 """Variable with PYTHONPATH as it was before a fork server was to be started."""
 
