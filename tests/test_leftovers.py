@@ -5,7 +5,9 @@ Ctrl-C, SIGTERM, SIGHUP and a killed driver are watched where their runs are tes
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -27,7 +30,7 @@ from spotlight.store import rundir
 from spotlight.store.file_lock import FileLock
 from spotlight.store.lease import Lease
 from spotlight.store.leftovers import ENDING_S, Scratch, remove_half_written, sweep_leftovers
-from spotlight.store.node import Node, memory_roots, shared_root
+from spotlight.store.node import PREFIX, Node, memory_roots, shared_root
 from spotlight.store.objects import objects_at
 from spotlight.store.rows import SPANS
 from spotlight.store.rundir import RunDir
@@ -148,6 +151,29 @@ def test_sockets_can_be_made_wherever_temporary_files_go(
         assert scratch.path in memory_roots()
     finally:
         scratch.close()
+
+
+def test_a_directory_for_one_process_that_could_not_be_made_anew_at_once_is_made_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scratch = Scratch()
+    try:
+        shutil.rmtree(scratch.path)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "mkdir", no_room)
+            with pytest.raises(OSError, match="No space left"):
+                scratch.keep()
+        scratch.keep()
+        assert scratch.path not in sweep_leftovers(scratch.path.name.removeprefix(PREFIX))
+        assert scratch.path.is_dir()
+    finally:
+        scratch.close()
+
+    assert not scratch.path.exists()
+
+
+def no_room(*_: Any, **__: Any) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
