@@ -791,6 +791,18 @@ def test_a_url_without_a_bucket_is_no_local_directory(tmp_path: Path, url: str) 
         RunDir.open(url)
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/runs/..", "gs://bucket/../runs", "s3://bucket/./runs"])
+def test_a_url_that_leads_upwards_is_refused(tmp_path: Path, url: str) -> None:
+    """On this machine the copies of other runs are there, and what is new begins with an empty directory."""
+    settings = settings_file(tmp_path)
+
+    for begin in (lambda: RunDir.open(url), lambda: create_run_at(url, config.load(settings))):
+        with pytest.raises(SpotlightError, match="an object store has no '.' and no '..'"):
+            begin()
+    with pytest.raises(SpotlightError, match="run.dir: .* an object store has no '.' and no '..'"):
+        config.load(settings, [f"run.dir={url}"])
+
+
 def test_a_bucket_that_is_not_there_is_not_blamed_on_the_disk() -> None:
     with (
         pytest.raises(StoreError, match=r"s3://b/x: cannot be written: there is no such bucket"),
