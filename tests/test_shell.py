@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -33,6 +34,7 @@ from spotlight.shell import EXAMPLES, main
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.lease import Lease
+from spotlight.store.rundir import RunDir
 
 
 @pytest.mark.parametrize("verb", EXAMPLES)
@@ -279,6 +281,17 @@ def test_a_run_is_made_where_a_file_address_says(tmp_path: Path) -> None:
     run = create_run_at(f"file://{tmp_path}/a", load(settings_file(tmp_path)))
 
     assert run.path == tmp_path / "a"
+
+
+def test_a_run_is_made_in_the_empty_directory_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here := tmp_path / "here").mkdir(mode=0o755)
+    monkeypatch.chdir(here)
+
+    run = create_run_at(".", load(settings_file(tmp_path)))
+
+    assert Path.cwd() == run.path == RunDir.open(".").path
+    assert stat.S_IMODE(here.stat().st_mode) == 0o700
+    assert {path.name for path in tmp_path.iterdir()} == {"here", "run.toml"}
 
 
 def test_a_run_into_a_directory_with_changed_prompts_is_refused(tmp_path: Path) -> None:
