@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -104,6 +106,8 @@ def test_without_a_good_source_nothing_stays_and_each_reason_is_told(tmp_path: P
     short = f"source 2: expected 5 bytes at {2 * BLOCK_BYTES}, came 4"
     for reason in ("source 0: gone", f"source 1: expected sha256 {NAME}, came ", short):
         assert reason in str(refused.value)
+    with pytest.raises(NotOnNode, match="no source sent it .none was given"):
+        node.bring(NAME, len(CONTENT), [])
     assert visible(node) == []
     assert not node.holds(NAME)
 
@@ -276,6 +280,29 @@ def test_one_that_is_slow_is_waited_for_as_long_as_it_gets_on(tmp_path: Path, mo
         path = Node(tmp_path / "node").bring(NAME, len(CONTENT), [fails])
 
     assert path.read_bytes() == CONTENT
+
+
+def test_a_directory_is_waited_for_as_long_as_a_file_in_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "MAKE_S", 0.2)
+    has_begun = threading.Event()
+
+    def grows(to: Path) -> None:
+        to.mkdir()
+        with (to / "file").open("wb", buffering=0) as file:
+            for _ in range(30):
+                file.write(b"x")
+                has_begun.set()
+                time.sleep(0.02)
+
+    with ThreadPoolExecutor() as pool:
+        made = pool.submit(Node(tmp_path).make, "key", grows, size_bytes=0)
+        has_begun.wait()
+
+        found = Node(tmp_path).make("key", grows, size_bytes=0)
+
+    assert found == made.result()
 
 
 # Room
@@ -549,6 +576,27 @@ def test_a_root_that_could_not_be_made_anew_at_once_is_made_the_next_time(
     assert sweep(node.root)
 
 
+def test_a_node_whose_root_was_removed_goes_on_under_its_name(tmp_path: Path) -> None:
+    """A logout may remove what lies in memory."""
+    root = tmp_path / "node"
+    node = Node(root)
+    name = node.name
+
+    shutil.rmtree(root)
+    assert node.name == name
+    shutil.rmtree(root)
+    assert node.bring(NAME, len(CONTENT), [sends(CONTENT)]).exists()
+    assert Node(root).name == name
+    shutil.rmtree(root)
+    node.meeting("a/b").touch()
+    assert node.meeting("a/b").parent == root
+
+    node.close()
+    shutil.rmtree(root)
+    node.keep()
+    assert not root.exists()
+
+
 def test_another_users_root_is_refused(tmp_path: Path) -> None:
     root = Path("/usr")
     if os.getuid() == 0:
@@ -587,12 +635,14 @@ def test_a_node_is_not_in_memory_that_this_user_may_not_write_to(monkeypatch: py
 def test_the_next_run_frees_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spotlight.store.node.SHARED_MEMORY", tmp_path)
     used, left = Node(shared_root("used")), Node(shared_root("left"))
-    roots = used.root, left.root
+    (anybodys := shared_root("open")).mkdir()
+    anybodys.chmod(0o777)
+    roots = used.root, left.root, anybodys
     del left  # as the end of its process would
 
     shared_root("next")
 
-    assert [root.exists() for root in roots] == [True, False]
+    assert [root.exists() for root in roots] == [True, False, True]
 
 
 def test_what_was_killed_while_it_removed_or_made_a_root_leaves_one_that_can_be_removed(tmp_path: Path) -> None:
@@ -643,15 +693,17 @@ def test_a_link_in_the_place_of_the_root_is_not_followed(tmp_path: Path) -> None
     (mine / ".alive").touch()
     (tmp_path / "link").symlink_to(mine)
 
-    sweep(tmp_path / "link")
+    assert not sweep(tmp_path / "link")
 
     assert (mine / ".alive").exists()
+    assert (tmp_path / "link").is_symlink()
 
 
-def test_a_root_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
+def test_a_root_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
     root = tmp_path / "open"
     root.mkdir()
-    root.chmod(0o777)
+    root.chmod(mode)
 
     with pytest.raises(SpotlightError, match=r"open: other users may write to it.*chmod 700"):
         Node(root).bring("0" * 64, 0, [])
@@ -661,6 +713,7 @@ def test_a_node_is_who_shares_the_memory(tmp_path: Path) -> None:
     first, other, elsewhere = Node(tmp_path / "here"), Node(tmp_path / "here"), Node(tmp_path / "there")
 
     assert first.name == other.name != elsewhere.name
+    assert visible(first) == [".node"]
 
 
 def test_memory_that_is_used_no_more_can_be_removed(tmp_path: Path) -> None:
