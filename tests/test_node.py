@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -110,6 +112,40 @@ def test_without_a_good_source_nothing_stays_and_each_reason_is_told(tmp_path: P
         node.bring(NAME, len(CONTENT), [])
     assert visible(node) == []
     assert not node.holds(NAME)
+
+
+def test_a_source_that_hangs_and_fails_is_not_waited_for(tmp_path: Path) -> None:
+    goes_on, ended = threading.Event(), list[int]()
+
+    def hangs(_: str, offset: int, length: int) -> bytes:
+        if offset:
+            raise ConnectionResetError("gone")
+        goes_on.wait(5.0)
+        ended.append(offset)
+        return CONTENT[:length]
+
+    path = Node(tmp_path).bring(NAME, len(CONTENT), [hangs, sends(CONTENT)])
+
+    assert ended == []
+    assert path.read_bytes() == CONTENT
+    goes_on.set()
+
+
+def test_no_more_is_read_ahead_than_the_streams_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "BLOCK_BYTES", 1)
+    content, asked, ahead = os.urandom(50), list[int](), list[int]()
+
+    def source(_: str, offset: int, length: int) -> bytes:
+        asked.append(offset)
+        if offset == 0:
+            time.sleep(0.1)
+            ahead.append(len(asked))
+        return content[offset : offset + length]
+
+    Node(tmp_path).bring(sha256(content).hexdigest(), len(content), [source])
+
+    assert ahead[0] <= node_module.STREAMS + 1
+    assert sorted(asked) == list(range(50))
 
 
 def test_one_node_is_a_source_for_another(tmp_path: Path) -> None:
@@ -378,18 +414,18 @@ def test_a_node_that_fills_up_says_so_and_leaves_nothing(tmp_path: Path) -> None
 
 # Mapping
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 def test_tensors_are_views_of_the_file_whatever_their_dtype(tmp_path: Path) -> None:
     given: dict[str, Tensor] = {str(dtype): torch.arange(33).to(dtype) for dtype in DTYPES}
-    save_file(given | {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}, tmp_path / "file")
+    others = {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
+    save_file(given | others, tmp_path / "file", metadata={"format": "pt"})
 
     mapped = map_tensors(tmp_path / "file")
 
-    torch.testing.assert_close(
-        mapped, given | {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}, rtol=0, atol=0
-    )
+    torch.testing.assert_close(mapped, given | others, rtol=0, atol=0)
     (pages,) = mappings(tmp_path / "file")
     assert all(value.data_ptr() in pages for value in mapped.values() if value.numel())
 
@@ -496,19 +532,24 @@ def test_what_is_made_is_made_once_and_whole_or_absent(tmp_path: Path) -> None:
     assert len(made) == 2
 
 
-def test_a_fingerprint_follows_the_files_and_the_circumstances(tmp_path: Path) -> None:
+def test_a_fingerprint_follows_the_files_and_the_circumstances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, two = tmp_path / "one", tmp_path / "two"
     first.write_text("1")
     two.write_text("2")
     before = fingerprint([first, two], "float32")
 
     same = fingerprint([two, first], "float32")
+    monkeypatch.chdir(tmp_path)
+    from_here = fingerprint([Path("one"), Path("two")], "float32")
     otherwise = {fingerprint([first], "float32"), fingerprint([first, two], "bfloat16")}
     os.utime(first, ns=(0, 0))
     changed = fingerprint([first, two], "float32")
+    first.write_text("11")
+    os.utime(first, ns=(0, 0))
+    longer = fingerprint([first, two], "float32")
 
-    assert same == before
-    assert len({before, changed, *otherwise}) == 4
+    assert same == from_here == before
+    assert len({before, changed, longer, *otherwise}) == 5
 
 
 # The root
@@ -595,6 +636,47 @@ def test_a_node_whose_root_was_removed_goes_on_under_its_name(tmp_path: Path) ->
     shutil.rmtree(root)
     node.keep()
     assert not root.exists()
+
+
+def test_a_root_that_another_made_anew_is_used_by_both(tmp_path: Path) -> None:
+    first = Node(tmp_path / "node")
+    shutil.rmtree(first.root)
+    second = Node(tmp_path / "node")
+
+    first.keep()
+
+    second.close()
+    assert not sweep(first.root)
+    first.close()
+    assert sweep(first.root)
+
+
+def test_a_root_that_is_removed_while_it_is_being_taken_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, flock = tmp_path / "node", fcntl.flock
+
+    def removed_first(descriptor: int, how: int) -> None:
+        monkeypatch.undo()
+        shutil.rmtree(root)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    node = Node(root)
+
+    assert root.is_dir()
+    assert not sweep(root)
+    node.close()
+
+
+def test_nobody_else_may_look_into_a_root(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        node = Node(tmp_path / "node")
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE(node.root.stat().st_mode) == 0o700
 
 
 def test_another_users_root_is_refused(tmp_path: Path) -> None:
