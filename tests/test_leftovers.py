@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,10 +27,11 @@ from cluster.start import janitor
 from leftovers import Watched, soon_empty
 from runs import ROOT, WAIT_S, settings_file
 from spotlight.records import SpotlightError, Stopped
-from spotlight.store import rundir
+from spotlight.store import leftovers, node, rundir
+from spotlight.store.device_locks import DeviceLock
 from spotlight.store.file_lock import FileLock
 from spotlight.store.lease import Lease
-from spotlight.store.leftovers import ENDING_S, Scratch, remove_half_written, sweep_leftovers
+from spotlight.store.leftovers import ENDING_S, Scratch, remove_half_written, sweep_ended, sweep_leftovers
 from spotlight.store.node import PREFIX, Node, memory_roots, shared_root
 from spotlight.store.objects import objects_at
 from spotlight.store.rows import SPANS
@@ -138,6 +140,57 @@ def test_what_is_left_when_everything_was_killed_the_next_start_removes_and_name
     assert not here.path.exists()
 
 
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """All that this machine has, and this user's temporary files."""
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_leftover_process_is_ended_though_another_uses_the_directory_but_not_if_anybody_can_name_it(
+    memory: Path, is_ours: bool
+) -> None:
+    used = Node(shared_root("used"))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        slot = DeviceLock(used.root)
+        slot.record(process.pid)
+        slot.close()
+        used.root.chmod(0o700 if is_ours else 0o777)
+
+        swept = sweep_leftovers()
+
+        assert (process.poll() is not None) == is_ours
+        process.kill()
+    assert swept == []
+    assert used.root.is_dir()
+
+
+def test_what_is_no_directory_keeps_nobody_from_the_rest(memory: Path) -> None:
+    (memory / f"{PREFIX}file").touch()
+    (memory / f"{PREFIX}link").symlink_to(memory)
+    (memory / f"{PREFIX}loop").symlink_to(f"{PREFIX}loop")
+    (memory / f"{PREFIX}left").mkdir(mode=0o700)
+
+    assert set(sweep_leftovers()) == {memory / f"{PREFIX}left"}
+    assert {path.name for path in memory.iterdir()} == {f"{PREFIX}{name}" for name in ("file", "link", "loop")}
+
+
+def test_processes_that_are_still_ending_are_waited_for_but_not_for_ever(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending, stays = Node(shared_root("run-a")), Node(shared_root("run-b"))
+    threading.Timer(0.1, ending.close).start()
+
+    sweep_ended("run-a")
+    monkeypatch.setattr(leftovers, "ENDING_S", 0.1)
+    sweep_ended("run-b")
+
+    assert not ending.root.exists()
+    assert stays.root.exists()
+
+
 @pytest.mark.parametrize("name", ["short", "x" * 150])
 def test_sockets_can_be_made_wherever_temporary_files_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -151,6 +204,31 @@ def test_sockets_can_be_made_wherever_temporary_files_go(
         assert scratch.path in memory_roots()
     finally:
         scratch.close()
+
+
+@pytest.mark.parametrize(
+    ("length", "sockets", "memory", "moved"),
+    [
+        (107, True, "memory", False),
+        (108, True, "memory", True),
+        (108, False, "memory", False),
+        (108, True, "nowhere", False),
+    ],
+)
+def test_only_a_directory_whose_sockets_would_have_too_long_names_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, sockets: bool, memory: str, moved: bool
+) -> None:
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path / memory)
+    with tempfile.TemporaryDirectory() as parent:
+        rest = f"{parent}//{PREFIX}scratch-{os.getpid()}-12345678/listener-12345678"
+        folder = Path(parent, "x" * (length - len(rest)))
+        folder.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        scratch = Scratch(sockets=sockets)
+        scratch.close()
+
+    assert scratch.path.parent == (tmp_path / memory if moved else folder)
 
 
 def test_a_directory_for_one_process_that_could_not_be_made_anew_at_once_is_made_the_next_time(
@@ -187,18 +265,26 @@ def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
     assert removed == set(parts[1:])
 
 
-def test_what_was_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_what_was_half_written_is_removed_and_nothing_else(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
     (tmp_path / "images").mkdir()
     (tmp_path / "weights" / ".writing-v00003-12ab").mkdir(parents=True)
     (tmp_path / "weights" / ".staged-v00002").mkdir()
     half = ".a.json.7.part", "images/c0.0.0.12ab.partial", "weights/.writing-v00003-12ab/old.safetensors"
-    for name in (*half, "a.json", "images/part.npz", "weights/.staged-v00002/old.safetensors"):
+    whole = "a.json", "images/part.npz", "images/score.part", "weights/.staged-v00002/old.safetensors"
+    for name in (*half, *whole):
         (tmp_path / name).write_text("")
+    (elsewhere / ".a.json.7.part").write_text("")
+    (tmp_path / "link").symlink_to(elsewhere)
 
     removed = {str(path.relative_to(tmp_path)) for path in remove_half_written(tmp_path)}
 
     assert removed == {*half[:2], "weights/.writing-v00003-12ab"}
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"a.json", "part.npz", "old.safetensors"}
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {*whole}
+    assert len(list(elsewhere.iterdir())) == 1
+    assert remove_half_written(tmp_path / "gone") == []
 
 
 @pytest.mark.parametrize("has_driver", [False, True])
