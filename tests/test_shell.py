@@ -294,6 +294,20 @@ def test_a_run_is_made_in_the_empty_directory_where_one_is(tmp_path: Path, monke
     assert {path.name for path in tmp_path.iterdir()} == {"here", "run.toml"}
 
 
+def test_a_run_may_be_in_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell writes out what follows an equals sign, as in --into=~/a, nor does Python."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+
+    run = Run.into("~/a", settings_file(tmp_path)).directory
+
+    assert run.path == tmp_path / "a" == Run.attach("~/a").directory.path
+    assert list(here.iterdir()) == []
+    with pytest.raises(SpotlightError, match="there is no such user"):
+        Run.into("~nobody-here/a", settings_file(tmp_path))
+
+
 def test_a_run_into_a_directory_with_changed_prompts_is_refused(tmp_path: Path) -> None:
     settings, there, prompts = settings_file(tmp_path), tmp_path / "runs" / "a", tmp_path / "other.txt"
     prompts.write_text("".join(f'a "{number}"\n' for number in range(10, 50)))
