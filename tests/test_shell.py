@@ -266,7 +266,7 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
         Run.into(there, settings, ["run.seed=3", "run.iterations=9"])
     with pytest.raises(SpotlightError, match="something else is there, and no run.*name a new or empty directory"):
         Run.into(tmp_path, settings)
-    for nowhere in ("", "a\0b"):
+    for nowhere in ("", " ", "a\0b"):
         with pytest.raises(SpotlightError, match="is no run directory: name one"):
             Run.into(nowhere, settings)
     for place in (Path("s3://bucket/runs"), "s3:/bucket/runs"):

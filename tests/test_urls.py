@@ -546,6 +546,23 @@ def test_the_same_command_makes_a_run_at_a_url_and_then_finds_it(
         create_run_at(f"{bucket}/a", config.load(settings_file(tmp_path), ["run.seed=4"]))
 
 
+@pytest.mark.parametrize("place", ["directory", "bucket"])
+def test_runs_that_begin_in_the_same_second_have_names_of_their_own(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "here"))
+    monkeypatch.setenv("TZ", "UTC-5")  # five hours east of it
+    time.tzset()
+    parent = str(tmp_path) if place == "directory" else bucket
+    settings = config.load(settings_file(tmp_path), [f"run.dir={parent}/"])
+
+    made = [create_run(settings, now_s=0.0).url for _ in range(3)]
+
+    assert made == [f"{parent}/run-19700101-050000{suffix}" for suffix in ("", "-1", "-2")]
+    monkeypatch.undo()
+    time.tzset()
+
+
 def test_damaged_weights_at_a_url_are_refused(bucket: str) -> None:
     weights.stage(bucket, 0, {"a": np.ones(3, np.float32)}, {}, {})
     ref = weights.publish(bucket, 0).weights
@@ -664,18 +681,25 @@ def test_without_obstore_a_url_is_refused_with_its_name(tmp_path: Path, monkeypa
         create_run(config.load(settings_file(tmp_path), [f"run.dir={url}"]), now_s=0.0)
 
 
-def test_a_store_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_out_of_reach_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
-    monkeypatch.setattr("spotlight.store.objects.FIRST_RETRY_S", 0.5)
+    monkeypatch.setattr("spotlight.store.objects.FIRST_RETRY_S", 0.1)
+    url = f"s3://{uuid4().hex}/runs/a"
+    settings = config.load(settings_file(tmp_path), [f"run.dir={url}"])
 
-    with pytest.raises(StoreError, match=r"s3://.*/a: cannot be read: .*AWS_ACCESS_KEY_ID") as refused:
-        RunDir.open(f"s3://{uuid4().hex}/runs/a")
+    for begin in (
+        lambda: RunDir.open(url),
+        lambda: create_run(settings, now_s=0.0),
+        lambda: create_run_at(url, settings),
+    ):
+        with pytest.raises(StoreError, match=r"s3://.*/a: cannot be read: .*AWS_ACCESS_KEY_ID") as refused:
+            begin()
 
-    assert "\n" not in str(refused.value)
-    assert "hush" not in str(refused.value)
+        assert "\n" not in str(refused.value)
+        assert "hush" not in str(refused.value)
 
 
 OLD = ("runs/commits/a", "runs/commits/b")
