@@ -39,7 +39,15 @@ from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, LOOK_S, RECORD_BYTES, Lease
 from spotlight.store.node import Node
-from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError, explaining, retried
+from spotlight.store.objects import (
+    BucketObjects,
+    DirectoryObjects,
+    Objects,
+    StoreError,
+    explaining,
+    objects_at,
+    retried,
+)
 from spotlight.store.rows import HISTORY, SPANS
 from spotlight.store.rundir import RunDir
 from spotlight.store.zarr_store import ZarrStore
@@ -77,9 +85,54 @@ def test_an_object_is_created_once_and_put_again(objects: Objects) -> None:
 
     assert (objects.get("a/b"), objects.size("a/b")) == (b"third!", 6)
     assert objects.source("a/b")("", 1, 3) == b"hir"
+    with objects.opened("a/b", 1, 3) as file:
+        assert file.read(3) == b"hir"
     assert objects.sizes("a") == {"a/b": 6}
     objects.delete("a/b", "a/c")
     assert (objects.sizes("a"), objects.size("a/b")) == ({}, None)
+
+
+def test_all_below_a_place_is_deleted_and_nothing_beside_it(objects: Objects) -> None:
+    for key in ("a/b", "a/c/d", "ab/c", "b"):
+        objects.put(key, b"x")
+
+    for _ in range(2):
+        objects.delete_below("a")
+
+    assert [objects.size(key) for key in ("a/b", "a/c/d", "ab/c", "b")] == [None, None, 1, 1]
+
+
+def test_a_slash_at_the_end_of_an_address_means_nothing(bucket: str, tmp_path: Path) -> None:
+    for place in (bucket, str(tmp_path)):
+        assert objects_at(f"{place}/").where("a") == f"{place}/a"
+
+
+def test_in_a_directory_only_whole_files_are_objects(tmp_path: Path) -> None:
+    objects = DirectoryObjects(tmp_path)
+    for content in (b"first", b"second"):
+        objects.create("a/b", content)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+
+    (tmp_path / "a" / ".c.1-2.part").touch()
+    (tmp_path / "a" / "d").mkdir()
+
+    assert objects.sizes("a") == {"a/b": 5}
+    assert objects.size("a/d") is None
+
+
+def test_what_is_written_over_in_place_is_no_longer_than_before_and_no_link(tmp_path: Path) -> None:
+    objects = DirectoryObjects(tmp_path)
+    objects.put("a", b"long")
+    (tmp_path / "link").symlink_to("a")
+
+    assert objects.overwrite("a", b"abc")
+    assert not objects.overwrite("a", b"longer")
+    assert not objects.overwrite("b", b"new")
+    with pytest.raises(OSError, match="symbolic links"):
+        objects.overwrite("link", b"de")
+
+    assert objects.get("a") == b"abc"
+    assert not (tmp_path / "b").exists()
 
 
 class Clock(threading.Event):
