@@ -40,6 +40,7 @@ from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, LOOK_S, RECORD_BYTES, Lease
 from spotlight.store.node import Node
 from spotlight.store.objects import (
+    RETRY_S,
     BucketObjects,
     DirectoryObjects,
     Objects,
@@ -734,25 +735,38 @@ def test_without_obstore_a_url_is_refused_with_its_name(tmp_path: Path, monkeypa
         create_run(config.load(settings_file(tmp_path), [f"run.dir={url}"]), now_s=0.0)
 
 
-def test_a_store_out_of_reach_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("allows_http", "says"),
+    [
+        ("true", "error sending request; check"),
+        ("True", "error sending request; check"),
+        ("1", "error sending request; check"),
+        ("", "builder error; a server without TLS needs AWS_ALLOW_HTTP=true; check"),
+    ],
+)
+def test_a_store_out_of_reach_is_one_sentence_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allows_http: str, says: str
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", allows_http)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
     monkeypatch.setattr("spotlight.store.objects.FIRST_RETRY_S", 0.1)
     url = f"s3://{uuid4().hex}/runs/a"
     settings = config.load(settings_file(tmp_path), [f"run.dir={url}"])
+    began_s = time.monotonic()
 
     for begin in (
         lambda: RunDir.open(url),
         lambda: create_run(settings, now_s=0.0),
         lambda: create_run_at(url, settings),
     ):
-        with pytest.raises(StoreError, match=r"s3://.*/a: cannot be read: .*AWS_ACCESS_KEY_ID") as refused:
+        with pytest.raises(StoreError, match=rf"s3://.*/a: cannot be read: .*{says}.*AWS_ACCESS_KEY_ID") as refused:
             begin()
 
         assert "\n" not in str(refused.value)
         assert "hush" not in str(refused.value)
+    assert time.monotonic() - began_s < RETRY_S / 2
 
 
 OLD = ("runs/commits/a", "runs/commits/b")
@@ -851,6 +865,27 @@ def test_a_store_is_given_up_in_time_though_one_try_takes_all_of_it(monkeypatch:
     assert len(tries) == 1
 
 
+def test_a_store_that_hangs_up_is_asked_again_after_pauses_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+
+    def answers_late() -> str:
+        if len(slept) < 8:
+            raise GenericError("HTTP error: error sending request")
+        return "here"
+
+    assert retried(answers_late) == "here"
+    assert slept == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+
+    with pytest.raises(GenericError, match="refused"):
+        retried(refuses)
+    assert len(slept) == 8
+
+
+def refuses() -> NoReturn:
+    raise GenericError("refused: 403")
+
+
 def test_an_error_of_a_store_comes_back_from_a_worker_as_it_was() -> None:
     install(StoreError)  # as it is where Dask is imported later
     error = loads(dumps(StoreError("out of reach")))
@@ -878,6 +913,17 @@ def test_a_url_that_leads_upwards_is_refused(tmp_path: Path, url: str) -> None:
             begin()
     with pytest.raises(SpotlightError, match="run.dir: .* an object store has no '.' and no '..'"):
         config.load(settings, [f"run.dir={url}"])
+
+
+@pytest.mark.parametrize("url", ["ftp://host/runs", "https://host/runs"])
+def test_an_address_that_is_no_object_stores_is_refused(tmp_path: Path, url: str) -> None:
+    settings = config.load(settings_file(tmp_path))
+
+    for begin in (lambda: RunDir.open(url), lambda: create_run_at(url, settings)):
+        with pytest.raises(SpotlightError, match=f"{url}: expected a directory, or a URL of s3"):
+            begin()
+    with pytest.raises(SpotlightError, match="run.dir = .*expected a directory, or a URL of s3"):
+        config.load(settings_file(tmp_path), [f"run.dir={url}"])
 
 
 def test_a_bucket_that_is_not_there_is_not_blamed_on_the_disk() -> None:

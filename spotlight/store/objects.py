@@ -404,9 +404,10 @@ def explaining(where: str, done: str) -> Iterator[None]:
             "of one that is there"
         ) from None
     except BaseError as error:
+        without_tls = " a server without TLS needs AWS_ALLOW_HTTP=true;" if "builder error" in str(error) else ""
         raise StoreError(
-            f"{where}: cannot be {done}: {first_line(error)}; check the address, the network, and what this user may "
-            f"do there ({SECRETS_COME_FROM}); what was committed is kept, and `spotlight resume` goes on"
+            f"{where}: cannot be {done}: {first_line(error)};{without_tls} check the address, the network, and what "
+            f"this user may do there ({SECRETS_COME_FROM}); what was committed is kept, and `spotlight resume` goes on"
         ) from None
 
 
