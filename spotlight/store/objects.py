@@ -390,12 +390,10 @@ def explaining(where: str, done: str) -> Iterator[None]:
         StoreError: with that sentence.
         FileNotFoundError: it is not there.
     """
-    from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
+    from obstore.exceptions import BaseError, NotFoundError
 
     try:
         yield
-    except AlreadyExistsError:
-        raise
     except NotFoundError as error:
         if done != "written":
             raise FileNotFoundError(str(error)) from None
