@@ -584,6 +584,7 @@ def test_only_who_started_a_run_may_look_into_it_unless_it_is_shared(tmp_path: P
         os.umask(before)
 
     assert stat.S_IMODE(run.path.stat().st_mode) == mode
+    assert stat.S_IMODE((run.path / "lock").stat().st_mode) == 0o644  # who may look into it sees whether it goes on
 
 
 def test_the_hashes_of_prompts_are_of_the_copies(killed: RunDir) -> None:

@@ -9,7 +9,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -119,6 +120,43 @@ def test_in_a_directory_only_whole_files_are_objects(tmp_path: Path) -> None:
 
     assert objects.sizes("a") == {"a/b": 5}
     assert objects.size("a/d") is None
+    assert objects.get("a/b/c") is None
+
+
+def test_what_a_killed_writer_left_or_another_thread_writes_is_in_nobodys_way(tmp_path: Path) -> None:
+    objects, both = DirectoryObjects(tmp_path / "run"), threading.Barrier(2)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not ours")
+    objects.path.mkdir()
+    (objects.path / f".a.{os.getpid()}-{threading.get_ident()}.part").symlink_to(elsewhere)
+
+    def meets() -> Iterator[memoryview]:
+        both.wait(10)
+        yield memoryview(b"whole")
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(objects.put, "a", meets())
+        objects.put("a", meets())
+        other.result()
+
+    assert elsewhere.read_bytes() == b"not ours"
+    assert objects.get("a") == b"whole"
+    assert [path.name for path in objects.path.iterdir()] == ["a"]
+
+
+def test_what_could_not_be_written_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    objects = DirectoryObjects(tmp_path)
+    objects.put("a", b"before")
+
+    def fails() -> Iterator[memoryview]:
+        yield memoryview(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        objects.put("a", fails())
+
+    assert objects.get("a") == b"before"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_what_is_written_over_in_place_is_no_longer_than_before_and_no_link(tmp_path: Path) -> None:
