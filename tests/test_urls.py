@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import struct
 import sys
@@ -107,6 +108,7 @@ def test_all_below_a_place_is_deleted_and_nothing_beside_it(objects: Objects) ->
 def test_a_slash_at_the_end_of_an_address_means_nothing(bucket: str, tmp_path: Path) -> None:
     for place in (bucket, str(tmp_path)):
         assert objects_at(f"{place}/").where("a") == f"{place}/a"
+        assert RunDir(f"{place}/").url == place
 
 
 def test_in_a_directory_only_whole_files_are_objects(tmp_path: Path) -> None:
@@ -687,6 +689,51 @@ def test_what_a_run_goes_on_from_is_at_its_url(run: RunDir, tmp_path: Path, monk
     found = Path(elsewhere.config().data.train_prompts)
     assert found.read_bytes() == (run.path / "prompts" / "train.txt").read_bytes()
     assert found.is_relative_to(elsewhere.path)
+
+
+def test_who_looks_at_a_run_at_a_url_takes_nothing_from_its_driver_on_this_machine(run: RunDir) -> None:
+    """Where the only copy is of what was journalled in the last seconds."""
+    rows = [{"at_s": 1.0}, {"at_s": 2.0}]
+    with run.lock():
+        run.append(SPANS, rows[0])
+        assert RunDir.open(run.url).rows(SPANS) == rows[:1]
+        run.append(SPANS, rows[1])
+
+    assert RunDir.open(run.url).rows(SPANS) == rows
+
+
+def test_lines_that_others_took_back_are_not_counted(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.append(HISTORY, {"iteration": 0}, {"iteration": 1})
+    elsewhere = on_another_machine(tmp_path, monkeypatch, run)
+    assert elsewhere.count(HISTORY) == 2
+
+    run.rewrite(HISTORY, [{"iteration": 0}])
+    elsewhere.pull(anew=True)
+
+    assert elsewhere.count(HISTORY) == 1
+
+
+def test_prices_and_directories_of_prompts_are_at_the_url(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "here"))
+    (tmp_path / "prices.csv").write_text("time_s,usd_per_h\n0,1.5\n")
+    (tmp_path / "saved").mkdir()
+    for name in ("data-00000-of-00001.arrow", "state.json"):
+        (tmp_path / "saved" / name).write_text(name)
+    given = [f"pools.spot.prices={tmp_path}/prices.csv", f"data.validation_prompts={tmp_path}/saved"]
+    run = create_run(config.load(settings_file(tmp_path), [f"run.dir={bucket}", *given]), now_s=0.0)
+    (tmp_path / "prices.csv").unlink()
+    shutil.rmtree(tmp_path / "saved")
+
+    found = on_another_machine(tmp_path, monkeypatch, run).config()
+
+    assert Path(found.pools.spot.prices).read_text() == "time_s,usd_per_h\n0,1.5\n"
+    assert {path.name: path.read_text() for path in Path(found.data.validation_prompts).iterdir()} == {
+        name: name for name in ("data-00000-of-00001.arrow", "state.json")
+    }
 
 
 def test_a_run_at_a_url_has_one_driver(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

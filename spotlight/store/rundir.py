@@ -170,7 +170,7 @@ class RunDir:
         Args:
             anew: whether what is here already is read again.
         """
-        if self._journals and not self._lock.is_held():
+        if self._journals:
             with self._held(shared=True) as held:
                 if held:
                     self._pull(anew=anew)
