@@ -36,7 +36,7 @@ from spotlight.plan.beliefs import Beliefs
 from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, Stopped, WeightsRef
 from spotlight.rl.models.pipeline import PipelineModel
 from spotlight.rl.prompts import read_prompts
-from spotlight.store import journals, lease, updates, weights
+from spotlight.store import journals, lease, rundir, updates, weights
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, LOOK_S, RECORD_BYTES, Lease
@@ -51,8 +51,8 @@ from spotlight.store.objects import (
     objects_at,
     retried,
 )
-from spotlight.store.rows import HISTORY, SPANS
-from spotlight.store.rundir import RunDir
+from spotlight.store.rows import HISTORY, SIMULATED, SPANS
+from spotlight.store.rundir import PUSH_S, RunDir
 from spotlight.store.zarr_store import ZarrStore
 
 
@@ -700,6 +700,48 @@ def test_who_looks_at_a_run_at_a_url_takes_nothing_from_its_driver_on_this_machi
         run.append(SPANS, rows[1])
 
     assert RunDir.open(run.url).rows(SPANS) == rows
+
+
+def test_what_only_a_report_needs_is_put_every_few_seconds(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(rundir, "wall_clock", lambda: now_s)
+
+    def pushed() -> int:
+        run.append(SPANS, {"at_s": now_s})
+        run.push()
+        return b"".join(run.objects.get(key) or b"" for key in run.objects.sizes(f"journals/{SPANS}")).count(b"\n")
+
+    counts = [pushed(), pushed()]
+    now_s += PUSH_S + 1
+    counts += [pushed(), pushed()]
+
+    assert counts == [1, 1, 3, 3]
+
+
+def test_a_file_of_a_run_at_a_url_comes_alone_or_with_its_directory(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.npz", "b.npz"):
+        (run.path / "images").mkdir(exist_ok=True)
+        (run.path / "images" / name).write_text(name)
+    run.push_files("images/a.npz")
+    elsewhere = on_another_machine(tmp_path, monkeypatch, run)
+
+    assert elsewhere.fetch("images/a.npz").read_text() == "a.npz"
+    assert not elsewhere.fetch("images/b.npz").exists()
+    run.push_files("images")
+    assert sorted(path.name for path in elsewhere.fetch("images").iterdir()) == ["a.npz", "b.npz"]
+
+
+def test_only_a_run_that_may_have_latents_is_looked_into_for_them(run: RunDir, tmp_path: Path) -> None:
+    local = create_run(config.load(settings_file(tmp_path)), now_s=1.0)
+    apart = create_run(config.load(settings_file(tmp_path), [f"latents.url={tmp_path}/apart"]), now_s=2.0)
+
+    assert [each.has_latents() for each in (run, local, apart)] == [True, False, True]
+    (local.path / "latents").mkdir()
+    assert local.has_latents()
+    apart.write_json(SIMULATED, {"learning": "modelled"})
+    assert not apart.has_latents()
 
 
 def test_lines_that_others_took_back_are_not_counted(
