@@ -313,6 +313,21 @@ def test_the_janitor_leaves_a_run_alone_whose_next_driver_another_machine_has(tm
     assert (tmp_path / "c0.12ab.partial").exists() == (driver == "elsewhere")
 
 
+@pytest.mark.parametrize("driver", ["killed here", "elsewhere"])
+def test_who_was_killed_here_has_a_run_no_longer_and_who_is_elsewhere_may_be_lost(tmp_path: Path, driver: str) -> None:
+    run = RunDir(tmp_path)
+    with run.lock() as ours:
+        here = ours.files
+    lease = Lease(run.objects, here if driver == "killed here" else "of another machine")
+    lease.take()
+
+    assert run.holder().startswith("process ") == (driver == "elsewhere")
+    assert run.perhaps_lost() is None
+    with FileLock(tmp_path).held():
+        assert (run.perhaps_lost() is not None) == (driver == "elsewhere")
+    lease.release()
+
+
 def test_nobody_is_kept_from_a_run_where_nothing_is_left(tmp_path: Path) -> None:
     """A directory may have a million files: its lock is held for what is removed, not for the walk."""
     (tmp_path / "a.json").write_text("")

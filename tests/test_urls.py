@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -689,6 +690,7 @@ def test_what_a_run_goes_on_from_is_at_its_url(run: RunDir, tmp_path: Path, monk
     found = Path(elsewhere.config().data.train_prompts)
     assert found.read_bytes() == (run.path / "prompts" / "train.txt").read_bytes()
     assert found.is_relative_to(elsewhere.path)
+    assert stat.S_IMODE(elsewhere.path.stat().st_mode) == 0o700
 
 
 def test_who_looks_at_a_run_at_a_url_takes_nothing_from_its_driver_on_this_machine(run: RunDir) -> None:
