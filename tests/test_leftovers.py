@@ -328,6 +328,15 @@ def test_who_was_killed_here_has_a_run_no_longer_and_who_is_elsewhere_may_be_los
     lease.release()
 
 
+def test_who_has_not_said_yet_who_it_is_has_a_run_all_the_same(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+
+    with FileLock(tmp_path).held():
+        assert run.holder() == "a process of this machine"
+        with pytest.raises(SpotlightError, match="a process of this machine is running this run"), run.lock():
+            pass
+
+
 def test_nobody_is_kept_from_a_run_where_nothing_is_left(tmp_path: Path) -> None:
     """A directory may have a million files: its lock is held for what is removed, not for the walk."""
     (tmp_path / "a.json").write_text("")

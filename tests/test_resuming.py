@@ -25,14 +25,25 @@ from spotlight.device.modelled import ModelledDevice
 from spotlight.driver import summarise
 from spotlight.files import read_files
 from spotlight.inputs import check_same_model
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, row_of
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import Scorer
 from spotlight.run import Run
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
-from spotlight.store.rows import DECISIONS, FOLDERS, HISTORY, MODEL, PROMPTS, SPANS, STARTED, VALIDATION, WORKERS
+from spotlight.store.rows import (
+    DECISIONS,
+    FOLDERS,
+    HISTORY,
+    MODEL,
+    PROMPTS,
+    SPANS,
+    STARTED,
+    VALIDATION,
+    WORKERS,
+    HistoryRow,
+)
 from spotlight.store.rundir import RunDir
 
 LAST = 3
@@ -269,6 +280,31 @@ def test_settings_that_were_cut_short_are_not_filled_up_with_defaults(killed: Ru
     path.write_text(path.read_text().split(last)[0])
 
     assert f"{path}: {says}" in refusal(killed)
+
+
+def test_iterations_that_were_explored_for_nothing_are_counted(tmp_path: Path) -> None:
+    """In rows of older versions nothing says how many seeds were scored."""
+    explored, not_explored = (
+        create_run(config.load(settings_file(tmp_path), [f"strategy.exploration={how}"]), 0.0)
+        for how in ("stale", "off")
+    )
+    for run in (explored, not_explored):
+        for iteration, metrics in enumerate([{"seeds_scored": 0}, {"seeds_scored": 3}, {}]):
+            row = HistoryRow(iteration=iteration, weights_version=0, weights_sha256="", metrics=metrics, measured={})
+            run.append(HISTORY, row_of(row))
+
+    assert (explored.unscored(), not_explored.unscored()) == (1, 0)
+
+
+def test_validations_are_in_the_order_of_versions(killed: RunDir) -> None:
+    rows = killed.rows(VALIDATION)
+    killed.rewrite(VALIDATION, reversed(rows))
+
+    assert [row.version for row in killed.validation()] == [row["version"] for row in rows]
+
+
+def test_the_command_that_resumes_a_run_can_be_given_to_a_shell(tmp_path: Path) -> None:
+    assert RunDir(tmp_path / "a b").resume_command == f"spotlight resume '{tmp_path}/a b'"
 
 
 def test_a_run_goes_on_with_a_version_that_has_more_settings(killed: RunDir, caplog: pytest.LogCaptureFixture) -> None:

@@ -52,7 +52,7 @@ from spotlight.store.objects import (
     objects_at,
     retried,
 )
-from spotlight.store.rows import HISTORY, SIMULATED, SPANS
+from spotlight.store.rows import HISTORY, SIMULATED, SPANS, VALIDATION
 from spotlight.store.rundir import PUSH_S, RunDir
 from spotlight.store.zarr_store import ZarrStore
 
@@ -702,6 +702,13 @@ def test_who_looks_at_a_run_at_a_url_takes_nothing_from_its_driver_on_this_machi
         run.append(SPANS, rows[1])
 
     assert RunDir.open(run.url).rows(SPANS) == rows
+
+
+def test_what_a_resumed_run_needs_is_put_at_once(run: RunDir) -> None:
+    for journal in (HISTORY, VALIDATION, SPANS):
+        run.append(journal, {"iteration": 0})
+
+    assert [bool(run.objects.sizes(f"journals/{each}")) for each in (HISTORY, VALIDATION, SPANS)] == [True, True, False]
 
 
 def test_what_only_a_report_needs_is_put_every_few_seconds(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
