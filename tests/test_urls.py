@@ -34,7 +34,7 @@ from runs import settings_file
 from spotlight import config
 from spotlight.device.engine import Engine
 from spotlight.plan.beliefs import Beliefs
-from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, Stopped, WeightsRef
+from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, Stopped, WeightsRef, row_of
 from spotlight.rl.models.pipeline import PipelineModel
 from spotlight.rl.prompts import read_prompts
 from spotlight.store import journals, lease, rundir, updates, weights
@@ -52,7 +52,7 @@ from spotlight.store.objects import (
     objects_at,
     retried,
 )
-from spotlight.store.rows import HISTORY, SIMULATED, SPANS, VALIDATION
+from spotlight.store.rows import HISTORY, QUARANTINED, SIMULATED, SPANS, VALIDATION
 from spotlight.store.rundir import PUSH_S, RunDir
 from spotlight.store.zarr_store import ZarrStore
 
@@ -110,6 +110,7 @@ def test_a_slash_at_the_end_of_an_address_means_nothing(bucket: str, tmp_path: P
     for place in (bucket, str(tmp_path)):
         assert objects_at(f"{place}/").where("a") == f"{place}/a"
         assert RunDir(f"{place}/").url == place
+        assert RunDir(f"{place}/").path == RunDir(place).path
 
 
 def test_in_a_directory_only_whole_files_are_objects(tmp_path: Path) -> None:
@@ -702,6 +703,28 @@ def test_who_looks_at_a_run_at_a_url_takes_nothing_from_its_driver_on_this_machi
         run.append(SPANS, rows[1])
 
     assert RunDir.open(run.url).rows(SPANS) == rows
+
+
+def test_what_older_versions_set_aside_is_still_known(run: RunDir) -> None:
+    aside = Quarantined(request=make_request(), preemptions=5)
+    run.append(QUARANTINED, row_of(aside))
+
+    assert run.all_quarantined() == [aside]
+
+
+def test_what_the_first_iteration_needs_is_made_again_without_its_weights(run: RunDir) -> None:
+    run.objects.put(run.selection_key(0), b"{")
+
+    with pytest.raises(SpotlightError, match=r"00000\.json: .*delete it, and `spotlight resume` makes it again"):
+        run.selection(0)
+
+
+def test_beliefs_are_removed_unless_they_are_to_be_kept(run: RunDir) -> None:
+    for iteration in (1, 2):
+        run.record_beliefs(iteration, Beliefs(fidelity=0.25))
+        run.retain_beliefs({2}, iteration)
+
+    assert [run.objects.size(run.beliefs_key(iteration)) is None for iteration in (1, 2)] == [True, False]
 
 
 def test_what_a_resumed_run_needs_is_put_at_once(run: RunDir) -> None:
