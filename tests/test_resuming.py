@@ -488,6 +488,10 @@ def test_links_that_wandb_makes_in_its_folder_are_left_alone(killed: RunDir, tmp
     shutil.rmtree(killed.path / "wandb")
     (killed.path / "wandb").symlink_to(tmp_path)
     assert f"{killed.path / 'wandb'}: is a link to {tmp_path}" in refusal(killed)
+    (killed.path / "wandb").unlink()
+    (deeper := killed.path / "images" / "wandb").mkdir()
+    (deeper / "out").symlink_to(tmp_path)
+    assert f"{deeper / 'out'}: is a link to {tmp_path}" in refusal(killed)
 
 
 def test_a_link_that_appears_later_is_not_followed_either(killed: RunDir, tmp_path: Path) -> None:
