@@ -38,8 +38,10 @@ from spotlight.store.rows import (
     HISTORY,
     MODEL,
     PROMPTS,
+    SIMULATED,
     SPANS,
     STARTED,
+    SUMMARY,
     VALIDATION,
     WORKERS,
     HistoryRow,
@@ -258,8 +260,37 @@ def test_weights_that_are_others_than_the_history_says_are_named(killed: RunDir)
     assert f"weights/v0000{LAST - 1}: expected weights with sha256 ab, as {HISTORY}:{LAST - 1} says" in refusal(killed)
 
 
+def test_iterations_whose_weights_were_deleted_are_done_again(killed: RunDir) -> None:
+    assert len(resuming.rows_that_stay(killed)) == 2
+    for version in (2, 1):
+        remove(killed.path / "weights" / f"v0000{version}")
+        assert len(resuming.rows_that_stay(killed)) == version - 1
+
+
+def test_the_first_weights_are_made_again_and_validated(runs: tuple[Path, Path], killed: RunDir) -> None:
+    killed.rewrite(VALIDATION, [row for row in killed.rows(VALIDATION) if row["version"]])
+    remove(killed.path / "weights" / "v00000")
+
+    go_on(killed)
+
+    scores = [(row.version, row.score) for row in killed.validation()]
+    assert scores == [(row.version, row.score) for row in RunDir(runs[1]).validation()]
+
+
+def test_rows_of_older_versions_do_not_say_whether_seeds_were_explored(killed: RunDir, tmp_path: Path) -> None:
+    """A run that was killed explored, and one that came to its end did not."""
+    ended = finished(tmp_path)
+    for run in (killed, ended):
+        run.rewrite(HISTORY, [{**row, "explored_next": None} for row in run.rows(HISTORY)])
+        shutil.rmtree(run.path / "selections")
+    ended.change_iterations(4)
+
+    resuming.check(ended)
+    assert f"selections/0000{LAST - 1}.json: is missing" in refusal(killed)
+
+
 def test_a_simulated_run_is_not_gone_on_with(killed: RunDir) -> None:
-    killed.write_json("simulated.json", {"learning": "modelled"})
+    killed.write_json(SIMULATED, {"learning": "modelled"})
 
     assert "simulate its settings again" in refusal(killed)
     seen = Run.attach(killed.path)  # though it may be looked at
@@ -438,6 +469,32 @@ def test_a_summary_is_of_the_run_as_it_stands(tmp_path: Path) -> None:
     assert not resuming.is_over(run, run.config())  # the driver sums it up
 
 
+def test_a_run_is_over_when_all_is_done_validated_and_summed_up(tmp_path: Path) -> None:
+    """A simulated one may end sooner."""
+    run = finished(tmp_path)
+    rows, settings = run.rows(VALIDATION), run.config()
+    longer = settings.model_copy(update={"run": settings.run.model_copy(update={"iterations": 3})})
+    assert resuming.is_over(run, settings)
+
+    for lost in (1, 2):
+        run.rewrite(VALIDATION, [row for row in rows if row["version"] != lost])
+        assert not resuming.is_over(run, settings)
+    run.rewrite(VALIDATION, [*rows, rows[-1] | {"version": 3}])
+    assert not resuming.is_over(run, longer)
+    run.write_json(SIMULATED, {"learning": "modelled"})
+    assert resuming.is_over(run, longer)
+    (run.path / SUMMARY).unlink()
+    assert not resuming.is_over(run, longer)
+
+
+def test_only_versions_that_were_due_are_validated_later(killed: RunDir, tmp_path: Path) -> None:
+    settings = config.load(settings_file(tmp_path), ["run.validate_every=2"])
+
+    assert list(resuming.unvalidated(killed, settings, 6)) == [4]
+    killed.rewrite(VALIDATION, [])
+    assert list(resuming.unvalidated(killed, settings, 6)) == [0, 2, 4]
+
+
 @pytest.mark.parametrize(
     ("iterations", "says"),
     [
@@ -613,6 +670,15 @@ def test_dollars_that_are_no_longer_counted_are_told(killed: RunDir, caplog: pyt
     (killed.path / WORKERS).unlink()
     resuming.check(killed)
     assert f"{killed.path / WORKERS}: is missing or empty: what was spent before is no longer counted" in caplog.text
+    (killed.path / SPANS).unlink()
+    resuming.check(killed)
+    assert f"{killed.path / SPANS}: is missing or empty" in caplog.text
+
+
+def test_before_the_first_iteration_is_done_nothing_was_spent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    resuming.check(create_run(config.load(settings_file(tmp_path)), 0.0))
+
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(("shared", "mode"), [("false", 0o700), ("true", 0o755)])
