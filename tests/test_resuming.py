@@ -487,6 +487,12 @@ def test_a_run_is_over_when_all_is_done_validated_and_summed_up(tmp_path: Path) 
     assert not resuming.is_over(run, longer)
 
 
+def test_a_run_has_begun_when_its_first_weights_are_there(killed: RunDir, tmp_path: Path) -> None:
+    made = create_run(config.load(settings_file(tmp_path)), 0.0)
+
+    assert [resuming.has_begun(place) for place in (killed.url, made.path, tmp_path / "none")] == [True, False, False]
+
+
 def test_only_versions_that_were_due_are_validated_later(killed: RunDir, tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), ["run.validate_every=2"])
 
