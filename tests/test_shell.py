@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import os
@@ -292,6 +293,25 @@ def test_a_run_is_made_in_the_empty_directory_where_one_is(tmp_path: Path, monke
     assert Path.cwd() == run.path == RunDir.open(".").path
     assert stat.S_IMODE(here.stat().st_mode) == 0o700
     assert {path.name for path in tmp_path.iterdir()} == {"here", "run.toml"}
+
+
+def test_what_others_put_into_a_directory_meanwhile_stays_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's directory is locked once while it is made."""
+    (here := tmp_path / "here").mkdir(mode=0o755)
+    flock = fcntl.flock
+
+    def meanwhile(descriptor: int, how: int) -> None:
+        (here / "thesis.tex").touch()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    with pytest.raises(SpotlightError, match="not a run directory"):
+        create_run_at(here, load(settings_file(tmp_path)))
+
+    assert [path.name for path in here.iterdir()] == ["thesis.tex"]
+    assert stat.S_IMODE(here.stat().st_mode) == 0o755
 
 
 def test_a_run_may_be_in_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

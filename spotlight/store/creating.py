@@ -145,6 +145,8 @@ def _fill(empty: Path, made: Path) -> None:
     Raises:
         OSError: it is not empty any more.
     """
+    if any(empty.iterdir()):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
     empty.chmod(stat.S_IMODE(made.stat().st_mode))
     for entry in sorted(made.iterdir(), key=lambda entry: (entry.name == config.RESOLVED, entry.name != "prompts")):
         entry.rename(empty / entry.name)  # no directory replaces another's, so one of two does all of this
