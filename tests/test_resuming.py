@@ -289,6 +289,35 @@ def test_rows_of_older_versions_do_not_say_whether_seeds_were_explored(killed: R
     assert f"selections/0000{LAST - 1}.json: is missing" in refusal(killed)
 
 
+def test_a_run_of_an_older_version_that_never_explored_needs_no_selection(tmp_path: Path) -> None:
+    run = finished(tmp_path, "strategy.exploration=off")
+    run.rewrite(HISTORY, [{**row, "explored_next": None} for row in run.rows(HISTORY)])
+    (run.path / SUMMARY).unlink()
+    run.change_iterations(4)
+
+    resuming.check(run)
+
+
+def test_the_first_weights_are_not_missed_where_older_ones_are_needed(tmp_path: Path) -> None:
+    """They are made again."""
+    ahead = ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.request_seeds=4")
+    run = finished(tmp_path, *ahead, iterations=1)
+    remove(run.path / "weights/v00000")
+    run.change_iterations(3)
+
+    go_on(run)
+
+    assert len(run.history()) == 3
+
+
+@pytest.mark.parametrize("name", ["selections", "beliefs"])
+def test_what_exploration_left_is_read_before_anything_starts(killed: RunDir, name: str) -> None:
+    (killed.path / name / f"0000{LAST - 1}.json").write_text("{")
+
+    with pytest.raises(SpotlightError, match=rf"{name}/0000{LAST - 1}\.json: .*restore it, or delete it"):
+        resuming.check(killed)
+
+
 def test_a_simulated_run_is_not_gone_on_with(killed: RunDir) -> None:
     killed.write_json(SIMULATED, {"learning": "modelled"})
 
