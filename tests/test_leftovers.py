@@ -161,8 +161,9 @@ def test_a_leftover_process_is_ended_though_another_uses_the_directory_but_not_i
 
         swept = sweep_leftovers()
 
-        assert (process.poll() is not None) == is_ours
+        is_ended = process.poll() is not None
         process.kill()
+    assert is_ended == is_ours
     assert swept == []
     assert used.root.is_dir()
 
