@@ -153,7 +153,8 @@ def test_a_leftover_process_is_ended_though_another_uses_the_directory_but_not_i
     memory: Path, is_ours: bool
 ) -> None:
     used = Node(shared_root("used"))
-    with subprocess.Popen(["sleep", "60"]) as process:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
         slot = DeviceLock(used.root)
         slot.record(process.pid)
         slot.close()
@@ -162,7 +163,9 @@ def test_a_leftover_process_is_ended_though_another_uses_the_directory_but_not_i
         swept = sweep_leftovers()
 
         is_ended = process.poll() is not None
+    finally:
         process.kill()
+        process.wait()
     assert is_ended == is_ours
     assert swept == []
     assert used.root.is_dir()
