@@ -47,7 +47,7 @@ def check_url(url: str) -> None:
     """Check an address: it is shown and written down, so it may hold no secret; an object store's must name a bucket.
 
     Raises:
-        ValueError: this one may hold a secret, or names no bucket.
+        ValueError: this one may hold a secret, names no bucket, or leads upwards.
     """
     scheme, _, rest = url.partition("://")
     if "@" in rest.partition("/")[0] or "?" in rest:
@@ -57,6 +57,8 @@ def check_url(url: str) -> None:
         )
     if scheme in OBJECT_SCHEMES and not rest.strip("/"):
         raise ValueError(f"{url!r} names no bucket: expected {scheme}://BUCKET, and a path in it")
+    if scheme in OBJECT_SCHEMES and not {".", ".."}.isdisjoint(rest.split("/")):
+        raise ValueError(f"{shown(url)}: an object store has no '.' and no '..': write out where that leads")
 
 
 def check_slashes(place: str | Path) -> None:

@@ -20,7 +20,7 @@ from spotlight.background import Background, begun_here, refuse_at_the_end
 from spotlight.clock import wall_clock
 from spotlight.detached import begin, end_of, stop
 from spotlight.driver import POLL_S
-from spotlight.files import is_url, whole, writing
+from spotlight.files import from_home, is_url, whole, writing
 from spotlight.inputs import check_inputs, check_port, check_same_model
 from spotlight.records import SpotlightError, Stopped, in_a_sentence
 from spotlight.report import tracking
@@ -87,6 +87,7 @@ class Run:
             SpotlightError: what is there is no run, or one of other settings.
         """
         wanted = configuration.load(settings, overrides)
+        run_dir = from_home(str(run_dir))
         check_place(run_dir)
         check_inputs(wanted, joins=cluster is not None, begun=resuming.has_begun(run_dir))
         directory = create_run_at(run_dir, wanted)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +19,8 @@ from spotlight.demands import Machine, demands, this_machine
 from spotlight.inputs import check_inputs
 from spotlight.records import SpotlightError
 from spotlight.run import Run
-from spotlight.store.disks import full_disk
+from spotlight.store import disks
+from spotlight.store.disks import full_disk, full_here, is_full
 
 LARGE = Machine(open_files=1e6, processes=1e5, memory_bytes=1e12)
 
@@ -176,7 +180,9 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def test_a_full_disk_is_named_and_what_of_it_is_full(tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_is_named_and_what_of_it_is_full(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if os.statvfs(small_disk).f_files < 100:
         for number in range(18):
             (small_disk / str(number)).touch()
@@ -186,7 +192,44 @@ def test_a_full_disk_is_named_and_what_of_it_is_full(tmp_path: Path, small_disk:
         expected = f"{small_disk} has 0.1 MB left: make room"
 
     assert full_disk([tmp_path, small_disk / "somewhere" / "below"]).startswith(expected)
+    (tmp_path / "link").symlink_to(small_disk)
+    assert full_disk([tmp_path / "link"]).startswith(expected)
     assert full_disk([tmp_path]) == ""
+    here, error = f"on {socket.gethostname()}, {expected}", OSError(errno.ENOSPC, "No space left on device")
+    assert full_here(OSError(errno.ENOSPC, error.strerror, str(small_disk / "file"))).startswith(here)
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(small_disk))
+        assert full_here(error).startswith(here)
+    monkeypatch.setattr(disks, "SHARED_MEMORY", small_disk)
+    assert full_here(error).startswith(here)
+
+
+def test_a_file_that_a_quota_leaves_no_room_for_is_named(tmp_path: Path) -> None:
+    error = OSError(errno.EDQUOT, "Disk quota exceeded", str(tmp_path / "file"))
+
+    assert is_full(error)
+    assert full_here(error) == f"on {socket.gethostname()}, {tmp_path}/file: make room"
+    assert full_here(OSError(errno.EDQUOT, "Disk quota exceeded")) == f"on {socket.gethostname()}, make room"
+    assert not is_full(ValueError("no error of a disk"))
+
+
+@pytest.mark.parametrize(
+    ("inodes", "inodes_left", "blocks_left", "says"),
+    [(0, 0, 1000, ""), (100, 50, 1000, ""), (100, 50, 100, "has 0.4 MB left"), (100, 9, 1000, "has 9 inodes left")],
+    ids=["Btrfs counts no inodes", "room", "blocks of its owner", "inodes of its owner"],
+)
+def test_what_only_the_owner_of_a_disk_may_take_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inodes: int, inodes_left: int, blocks_left: int, says: str
+) -> None:
+    found = SimpleNamespace(
+        f_files=inodes, f_favail=inodes_left, f_ffree=inodes, f_bavail=blocks_left, f_bfree=10**6, f_frsize=4096
+    )
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+
+    said = full_disk([tmp_path])
+
+    assert says in said
+    assert bool(said) == bool(says)
 
 
 def test_a_gpu_that_is_not_there_is_missed_before_a_local_cluster_starts(

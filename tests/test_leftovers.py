@@ -5,16 +5,20 @@ Ctrl-C, SIGTERM, SIGHUP and a killed driver are watched where their runs are tes
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -23,11 +27,12 @@ from cluster.start import janitor
 from leftovers import Watched, soon_empty
 from runs import ROOT, WAIT_S, settings_file
 from spotlight.records import SpotlightError, Stopped
-from spotlight.store import rundir
+from spotlight.store import leftovers, node, rundir
+from spotlight.store.device_locks import DeviceLock
 from spotlight.store.file_lock import FileLock
 from spotlight.store.lease import Lease
-from spotlight.store.leftovers import ENDING_S, Scratch, remove_half_written, sweep_leftovers
-from spotlight.store.node import Node, memory_roots, shared_root
+from spotlight.store.leftovers import ENDING_S, Scratch, remove_half_written, sweep_ended, sweep_leftovers
+from spotlight.store.node import PREFIX, Node, memory_roots, shared_root
 from spotlight.store.objects import objects_at
 from spotlight.store.rows import SPANS
 from spotlight.store.rundir import RunDir
@@ -135,6 +140,61 @@ def test_what_is_left_when_everything_was_killed_the_next_start_removes_and_name
     assert not here.path.exists()
 
 
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """All that this machine has, and this user's temporary files."""
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_leftover_process_is_ended_though_another_uses_the_directory_but_not_if_anybody_can_name_it(
+    memory: Path, is_ours: bool
+) -> None:
+    used = Node(shared_root("used"))
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        slot = DeviceLock(used.root)
+        slot.record(process.pid)
+        slot.close()
+        used.root.chmod(0o700 if is_ours else 0o777)
+
+        swept = sweep_leftovers()
+
+        is_ended = process.poll() is not None
+    finally:
+        process.kill()
+        process.wait()
+    assert is_ended == is_ours
+    assert swept == []
+    assert used.root.is_dir()
+
+
+def test_what_is_no_directory_keeps_nobody_from_the_rest(memory: Path) -> None:
+    (memory / f"{PREFIX}file").touch()
+    (memory / f"{PREFIX}link").symlink_to(memory)
+    (memory / f"{PREFIX}loop").symlink_to(f"{PREFIX}loop")
+    (memory / f"{PREFIX}left").mkdir(mode=0o700)
+
+    assert set(sweep_leftovers()) == {memory / f"{PREFIX}left"}
+    assert {path.name for path in memory.iterdir()} == {f"{PREFIX}{name}" for name in ("file", "link", "loop")}
+
+
+def test_processes_that_are_still_ending_are_waited_for_but_not_for_ever(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending, stays = Node(shared_root("run-a")), Node(shared_root("run-b"))
+    threading.Timer(0.1, ending.close).start()
+
+    sweep_ended("run-a")
+    monkeypatch.setattr(leftovers, "ENDING_S", 0.1)
+    sweep_ended("run-b")
+
+    assert not ending.root.exists()
+    assert stays.root.exists()
+
+
 @pytest.mark.parametrize("name", ["short", "x" * 150])
 def test_sockets_can_be_made_wherever_temporary_files_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -150,6 +210,54 @@ def test_sockets_can_be_made_wherever_temporary_files_go(
         scratch.close()
 
 
+@pytest.mark.parametrize(
+    ("length", "sockets", "memory", "moved"),
+    [
+        (107, True, "memory", False),
+        (108, True, "memory", True),
+        (108, False, "memory", False),
+        (108, True, "nowhere", False),
+    ],
+)
+def test_only_a_directory_whose_sockets_would_have_too_long_names_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, sockets: bool, memory: str, moved: bool
+) -> None:
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path / memory)
+    with tempfile.TemporaryDirectory() as parent:
+        rest = f"{parent}//{PREFIX}scratch-{os.getpid()}-12345678/listener-12345678"
+        folder = Path(parent, "x" * (length - len(rest)))
+        folder.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        scratch = Scratch(sockets=sockets)
+        scratch.close()
+
+    assert scratch.path.parent == (tmp_path / memory if moved else folder)
+
+
+def test_a_directory_for_one_process_that_could_not_be_made_anew_at_once_is_made_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scratch = Scratch()
+    try:
+        shutil.rmtree(scratch.path)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "mkdir", no_room)
+            with pytest.raises(OSError, match="No space left"):
+                scratch.keep()
+        scratch.keep()
+        assert scratch.path not in sweep_leftovers(scratch.path.name.removeprefix(PREFIX))
+        assert scratch.path.is_dir()
+    finally:
+        scratch.close()
+
+    assert not scratch.path.exists()
+
+
+def no_room(*_: Any, **__: Any) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as writer:
         parts = [tmp_path / f".report.html.{pid}-1.part" for pid in (writer.pid, os.getpid(), 2**22 + 1)]
@@ -161,18 +269,26 @@ def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
     assert removed == set(parts[1:])
 
 
-def test_what_was_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_what_was_half_written_is_removed_and_nothing_else(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
     (tmp_path / "images").mkdir()
     (tmp_path / "weights" / ".writing-v00003-12ab").mkdir(parents=True)
     (tmp_path / "weights" / ".staged-v00002").mkdir()
     half = ".a.json.7.part", "images/c0.0.0.12ab.partial", "weights/.writing-v00003-12ab/old.safetensors"
-    for name in (*half, "a.json", "images/part.npz", "weights/.staged-v00002/old.safetensors"):
+    whole = "a.json", "images/part.npz", "images/score.part", "weights/.staged-v00002/old.safetensors"
+    for name in (*half, *whole):
         (tmp_path / name).write_text("")
+    (elsewhere / ".a.json.7.part").write_text("")
+    (tmp_path / "link").symlink_to(elsewhere)
 
     removed = {str(path.relative_to(tmp_path)) for path in remove_half_written(tmp_path)}
 
     assert removed == {*half[:2], "weights/.writing-v00003-12ab"}
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"a.json", "part.npz", "old.safetensors"}
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {*whole}
+    assert len(list(elsewhere.iterdir())) == 1
+    assert remove_half_written(tmp_path / "gone") == []
 
 
 @pytest.mark.parametrize("has_driver", [False, True])
@@ -199,6 +315,30 @@ def test_the_janitor_leaves_a_run_alone_whose_next_driver_another_machine_has(tm
     janitor.clean([("half written", str(tmp_path))])
 
     assert (tmp_path / "c0.12ab.partial").exists() == (driver == "elsewhere")
+
+
+@pytest.mark.parametrize("driver", ["killed here", "elsewhere"])
+def test_who_was_killed_here_has_a_run_no_longer_and_who_is_elsewhere_may_be_lost(tmp_path: Path, driver: str) -> None:
+    run = RunDir(tmp_path)
+    with run.lock() as ours:
+        here = ours.files
+    lease = Lease(run.objects, here if driver == "killed here" else "of another machine")
+    lease.take()
+
+    assert run.holder().startswith("process ") == (driver == "elsewhere")
+    assert run.perhaps_lost() is None
+    with FileLock(tmp_path).held():
+        assert (run.perhaps_lost() is not None) == (driver == "elsewhere")
+    lease.release()
+
+
+def test_who_has_not_said_yet_who_it_is_has_a_run_all_the_same(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+
+    with FileLock(tmp_path).held():
+        assert run.holder() == "a process of this machine"
+        with pytest.raises(SpotlightError, match="a process of this machine is running this run"), run.lock():
+            pass
 
 
 def test_nobody_is_kept_from_a_run_where_nothing_is_left(tmp_path: Path) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -104,8 +108,44 @@ def test_without_a_good_source_nothing_stays_and_each_reason_is_told(tmp_path: P
     short = f"source 2: expected 5 bytes at {2 * BLOCK_BYTES}, came 4"
     for reason in ("source 0: gone", f"source 1: expected sha256 {NAME}, came ", short):
         assert reason in str(refused.value)
+    with pytest.raises(NotOnNode, match="no source sent it .none was given"):
+        node.bring(NAME, len(CONTENT), [])
     assert visible(node) == []
     assert not node.holds(NAME)
+
+
+def test_a_source_that_hangs_and_fails_is_not_waited_for(tmp_path: Path) -> None:
+    goes_on, ended = threading.Event(), list[int]()
+
+    def hangs(_: str, offset: int, length: int) -> bytes:
+        if offset:
+            raise ConnectionResetError("gone")
+        goes_on.wait(5.0)
+        ended.append(offset)
+        return CONTENT[:length]
+
+    path = Node(tmp_path).bring(NAME, len(CONTENT), [hangs, sends(CONTENT)])
+
+    assert ended == []
+    assert path.read_bytes() == CONTENT
+    goes_on.set()
+
+
+def test_no_more_is_read_ahead_than_the_streams_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "BLOCK_BYTES", 1)
+    content, asked, ahead = os.urandom(50), list[int](), list[int]()
+
+    def source(_: str, offset: int, length: int) -> bytes:
+        asked.append(offset)
+        if offset == 0:
+            time.sleep(0.1)
+            ahead.append(len(asked))
+        return content[offset : offset + length]
+
+    Node(tmp_path).bring(sha256(content).hexdigest(), len(content), [source])
+
+    assert ahead[0] <= node_module.STREAMS + 1
+    assert sorted(asked) == list(range(50))
 
 
 def test_one_node_is_a_source_for_another(tmp_path: Path) -> None:
@@ -278,6 +318,29 @@ def test_one_that_is_slow_is_waited_for_as_long_as_it_gets_on(tmp_path: Path, mo
     assert path.read_bytes() == CONTENT
 
 
+def test_a_directory_is_waited_for_as_long_as_a_file_in_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "MAKE_S", 0.2)
+    has_begun = threading.Event()
+
+    def grows(to: Path) -> None:
+        to.mkdir()
+        with (to / "file").open("wb", buffering=0) as file:
+            for _ in range(30):
+                file.write(b"x")
+                has_begun.set()
+                time.sleep(0.02)
+
+    with ThreadPoolExecutor() as pool:
+        made = pool.submit(Node(tmp_path).make, "key", grows, size_bytes=0)
+        has_begun.wait()
+
+        found = Node(tmp_path).make("key", grows, size_bytes=0)
+
+    assert found == made.result()
+
+
 # Room
 
 
@@ -351,18 +414,18 @@ def test_a_node_that_fills_up_says_so_and_leaves_nothing(tmp_path: Path) -> None
 
 # Mapping
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 def test_tensors_are_views_of_the_file_whatever_their_dtype(tmp_path: Path) -> None:
     given: dict[str, Tensor] = {str(dtype): torch.arange(33).to(dtype) for dtype in DTYPES}
-    save_file(given | {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}, tmp_path / "file")
+    others = {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
+    save_file(given | others, tmp_path / "file", metadata={"format": "pt"})
 
     mapped = map_tensors(tmp_path / "file")
 
-    torch.testing.assert_close(
-        mapped, given | {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}, rtol=0, atol=0
-    )
+    torch.testing.assert_close(mapped, given | others, rtol=0, atol=0)
     (pages,) = mappings(tmp_path / "file")
     assert all(value.data_ptr() in pages for value in mapped.values() if value.numel())
 
@@ -469,19 +532,24 @@ def test_what_is_made_is_made_once_and_whole_or_absent(tmp_path: Path) -> None:
     assert len(made) == 2
 
 
-def test_a_fingerprint_follows_the_files_and_the_circumstances(tmp_path: Path) -> None:
+def test_a_fingerprint_follows_the_files_and_the_circumstances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, two = tmp_path / "one", tmp_path / "two"
     first.write_text("1")
     two.write_text("2")
     before = fingerprint([first, two], "float32")
 
     same = fingerprint([two, first], "float32")
+    monkeypatch.chdir(tmp_path)
+    from_here = fingerprint([Path("one"), Path("two")], "float32")
     otherwise = {fingerprint([first], "float32"), fingerprint([first, two], "bfloat16")}
     os.utime(first, ns=(0, 0))
     changed = fingerprint([first, two], "float32")
+    first.write_text("11")
+    os.utime(first, ns=(0, 0))
+    longer = fingerprint([first, two], "float32")
 
-    assert same == before
-    assert len({before, changed, *otherwise}) == 4
+    assert same == from_here == before
+    assert len({before, changed, longer, *otherwise}) == 5
 
 
 # The root
@@ -549,6 +617,68 @@ def test_a_root_that_could_not_be_made_anew_at_once_is_made_the_next_time(
     assert sweep(node.root)
 
 
+def test_a_node_whose_root_was_removed_goes_on_under_its_name(tmp_path: Path) -> None:
+    """A logout may remove what lies in memory."""
+    root = tmp_path / "node"
+    node = Node(root)
+    name = node.name
+
+    shutil.rmtree(root)
+    assert node.name == name
+    shutil.rmtree(root)
+    assert node.bring(NAME, len(CONTENT), [sends(CONTENT)]).exists()
+    assert Node(root).name == name
+    shutil.rmtree(root)
+    node.meeting("a/b").touch()
+    assert node.meeting("a/b").parent == root
+
+    node.close()
+    shutil.rmtree(root)
+    node.keep()
+    assert not root.exists()
+
+
+def test_a_root_that_another_made_anew_is_used_by_both(tmp_path: Path) -> None:
+    first = Node(tmp_path / "node")
+    shutil.rmtree(first.root)
+    second = Node(tmp_path / "node")
+
+    first.keep()
+
+    second.close()
+    assert not sweep(first.root)
+    first.close()
+    assert sweep(first.root)
+
+
+def test_a_root_that_is_removed_while_it_is_being_taken_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, flock = tmp_path / "node", fcntl.flock
+
+    def removed_first(descriptor: int, how: int) -> None:
+        monkeypatch.undo()
+        shutil.rmtree(root)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    node = Node(root)
+
+    assert root.is_dir()
+    assert not sweep(root)
+    node.close()
+
+
+def test_nobody_else_may_look_into_a_root(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        node = Node(tmp_path / "node")
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE(node.root.stat().st_mode) == 0o700
+
+
 def test_another_users_root_is_refused(tmp_path: Path) -> None:
     root = Path("/usr")
     if os.getuid() == 0:
@@ -587,12 +717,14 @@ def test_a_node_is_not_in_memory_that_this_user_may_not_write_to(monkeypatch: py
 def test_the_next_run_frees_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spotlight.store.node.SHARED_MEMORY", tmp_path)
     used, left = Node(shared_root("used")), Node(shared_root("left"))
-    roots = used.root, left.root
+    (anybodys := shared_root("open")).mkdir()
+    anybodys.chmod(0o777)
+    roots = used.root, left.root, anybodys
     del left  # as the end of its process would
 
     shared_root("next")
 
-    assert [root.exists() for root in roots] == [True, False]
+    assert [root.exists() for root in roots] == [True, False, True]
 
 
 def test_what_was_killed_while_it_removed_or_made_a_root_leaves_one_that_can_be_removed(tmp_path: Path) -> None:
@@ -643,15 +775,17 @@ def test_a_link_in_the_place_of_the_root_is_not_followed(tmp_path: Path) -> None
     (mine / ".alive").touch()
     (tmp_path / "link").symlink_to(mine)
 
-    sweep(tmp_path / "link")
+    assert not sweep(tmp_path / "link")
 
     assert (mine / ".alive").exists()
+    assert (tmp_path / "link").is_symlink()
 
 
-def test_a_root_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
+def test_a_root_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
     root = tmp_path / "open"
     root.mkdir()
-    root.chmod(0o777)
+    root.chmod(mode)
 
     with pytest.raises(SpotlightError, match=r"open: other users may write to it.*chmod 700"):
         Node(root).bring("0" * 64, 0, [])
@@ -661,6 +795,7 @@ def test_a_node_is_who_shares_the_memory(tmp_path: Path) -> None:
     first, other, elsewhere = Node(tmp_path / "here"), Node(tmp_path / "here"), Node(tmp_path / "there")
 
     assert first.name == other.name != elsewhere.name
+    assert visible(first) == [".node"]
 
 
 def test_memory_that_is_used_no_more_can_be_removed(tmp_path: Path) -> None:

@@ -6,26 +6,31 @@ import asyncio
 import errno
 import os
 import re
+from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import nbformat
+import numpy as np
 import pytest
+from PIL import Image
 
 from runs import ROOT, kill, settings_file, start, wait_for
 from spotlight import attach, notebook
 from spotlight.clock import wall_clock
 from spotlight.config import load
 from spotlight.market.ledger import AT_RESERVED_PRICES
-from spotlight.records import Span, SpotlightError, Stopped, WorkerLife, row_of
+from spotlight.records import Drawn, Kept, Prompt, Selection, Span, SpotlightError, Stopped, WorkerLife, row_of
 from spotlight.run import Run
 from spotlight.store.creating import create_run
+from spotlight.store.latents import LatentStore
 from spotlight.store.rows import HISTORY, SPANS, WORKERS, HistoryRow
-from spotlight.store.thumbnails import Picture
+from spotlight.store.thumbnails import Picture, pictures, thumbnail
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 QUICK = {
@@ -241,6 +246,61 @@ def test_pictures_are_told_in_a_terminal_without_their_bytes() -> None:
 
     assert repr(notebook.Images([picture])) == "<1 pictures>"
     assert "base64" not in repr(picture)
+
+
+def test_pictures_are_those_of_the_seeds_that_were_trained_on(tmp_path: Path) -> None:
+    """Of rollouts, which may be several requests, or of what exploration drew; without a score there is none."""
+    directory = create_run(load(settings_file(tmp_path)), now_s=0.0)
+    first, again, other, unscored = (Prompt(id=number, text=f'a "{number}"') for number in range(4))
+    drawn = (Drawn(seeds=(5, 6, 7), rewards=(0.1, None, 0.3)), Drawn(seeds=(8,), rewards=(0.4,)))
+    selection = Selection(
+        iteration=3,
+        kept=(
+            Kept(prompt=first, seeds=(1, 2, 3), explored_rewards=(0.5, None, 0.7)),
+            Kept(prompt=again, seeds=(5, 7, 8), explored_rewards=(0.1, 0.3, 0.4), drawn=drawn),
+            Kept(prompt=other, seeds=(10, 11), explored_rewards=(None, None)),
+            Kept(prompt=unscored, seeds=(12,), explored_rewards=(None,)),
+        ),
+        seeds_scored=0,
+        seeds_dropped=0,
+    )
+    assert pictures(directory, selection) == []
+    store = LatentStore(directory.latents_url)
+    store.put_record("scores/00003-rollout-00000-1", {"rewards": [1.0, 2.0], "thumbnails": ["r1", "r2"]})
+    store.put_record("scores/00003-rollout-00000-3", {"rewards": [3.0]})
+    store.put_record("scores/00003-explore-00001-5", {"rewards": [9.0] * 3, "thumbnails": ["e5", "e6", "e7"]})
+    store.put_record("scores/00003-rollout-00002-11", {"rewards": [None], "thumbnails": ["r11"]})
+
+    found = pictures(directory, selection)
+
+    assert [(each.prompt, each.seed, each.explored_reward, each.reward, each.url) for each in found] == [
+        ('a "0"', 1, 0.5, 1.0, "r1"),
+        ('a "0"', 2, None, 2.0, "r2"),
+        ('a "0"', 3, 0.7, 3.0, ""),
+        ('a "1"', 5, 0.1, 0.1, "e5"),
+        ('a "1"', 7, 0.3, 0.3, "e7"),
+        ('a "1"', 8, 0.4, 0.4, ""),
+        ('a "2"', 11, None, None, "r11"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "size"),
+    [
+        ((64, 32), "png", (32, 64)),
+        ((65, 32), "jpeg", (32, 65)),
+        ((32, 65), "jpeg", (65, 32)),
+        ((512, 256), "jpeg", (64, 128)),
+    ],
+)
+def test_a_small_picture_stays_as_it_is_and_a_large_one_is_made_small(
+    shape: tuple[int, int], kind: str, size: tuple[int, int]
+) -> None:
+    url = thumbnail(np.zeros((*shape, 3), np.uint8))
+
+    head, content = url.split(",")
+    assert head == f"data:image/{kind};base64"
+    assert Image.open(BytesIO(b64decode(content))).size == size
 
 
 def test_to_look_at_a_run_takes_its_lock_from_nobody(tmp_path: Path) -> None:

@@ -25,14 +25,27 @@ from spotlight.device.modelled import ModelledDevice
 from spotlight.driver import summarise
 from spotlight.files import read_files
 from spotlight.inputs import check_same_model
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, row_of
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import Scorer
 from spotlight.run import Run
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
-from spotlight.store.rows import DECISIONS, FOLDERS, HISTORY, MODEL, PROMPTS, SPANS, STARTED, VALIDATION, WORKERS
+from spotlight.store.rows import (
+    DECISIONS,
+    FOLDERS,
+    HISTORY,
+    MODEL,
+    PROMPTS,
+    SIMULATED,
+    SPANS,
+    STARTED,
+    SUMMARY,
+    VALIDATION,
+    WORKERS,
+    HistoryRow,
+)
 from spotlight.store.rundir import RunDir
 
 LAST = 3
@@ -247,8 +260,66 @@ def test_weights_that_are_others_than_the_history_says_are_named(killed: RunDir)
     assert f"weights/v0000{LAST - 1}: expected weights with sha256 ab, as {HISTORY}:{LAST - 1} says" in refusal(killed)
 
 
+def test_iterations_whose_weights_were_deleted_are_done_again(killed: RunDir) -> None:
+    assert len(resuming.rows_that_stay(killed)) == 2
+    for version in (2, 1):
+        remove(killed.path / "weights" / f"v0000{version}")
+        assert len(resuming.rows_that_stay(killed)) == version - 1
+
+
+def test_the_first_weights_are_made_again_and_validated(runs: tuple[Path, Path], killed: RunDir) -> None:
+    killed.rewrite(VALIDATION, [row for row in killed.rows(VALIDATION) if row["version"]])
+    remove(killed.path / "weights" / "v00000")
+
+    go_on(killed)
+
+    scores = [(row.version, row.score) for row in killed.validation()]
+    assert scores == [(row.version, row.score) for row in RunDir(runs[1]).validation()]
+
+
+def test_rows_of_older_versions_do_not_say_whether_seeds_were_explored(killed: RunDir, tmp_path: Path) -> None:
+    """A run that was killed explored, and one that came to its end did not."""
+    ended = finished(tmp_path)
+    for run in (killed, ended):
+        run.rewrite(HISTORY, [{**row, "explored_next": None} for row in run.rows(HISTORY)])
+        shutil.rmtree(run.path / "selections")
+    ended.change_iterations(4)
+
+    resuming.check(ended)
+    assert f"selections/0000{LAST - 1}.json: is missing" in refusal(killed)
+
+
+def test_a_run_of_an_older_version_that_never_explored_needs_no_selection(tmp_path: Path) -> None:
+    run = finished(tmp_path, "strategy.exploration=off")
+    run.rewrite(HISTORY, [{**row, "explored_next": None} for row in run.rows(HISTORY)])
+    (run.path / SUMMARY).unlink()
+    run.change_iterations(4)
+
+    resuming.check(run)
+
+
+def test_the_first_weights_are_not_missed_where_older_ones_are_needed(tmp_path: Path) -> None:
+    """They are made again."""
+    ahead = ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.request_seeds=4")
+    run = finished(tmp_path, *ahead, iterations=1)
+    remove(run.path / "weights/v00000")
+    run.change_iterations(3)
+
+    go_on(run)
+
+    assert len(run.history()) == 3
+
+
+@pytest.mark.parametrize("name", ["selections", "beliefs"])
+def test_what_exploration_left_is_read_before_anything_starts(killed: RunDir, name: str) -> None:
+    (killed.path / name / f"0000{LAST - 1}.json").write_text("{")
+
+    with pytest.raises(SpotlightError, match=rf"{name}/0000{LAST - 1}\.json: .*restore it, or delete it"):
+        resuming.check(killed)
+
+
 def test_a_simulated_run_is_not_gone_on_with(killed: RunDir) -> None:
-    killed.write_json("simulated.json", {"learning": "modelled"})
+    killed.write_json(SIMULATED, {"learning": "modelled"})
 
     assert "simulate its settings again" in refusal(killed)
     seen = Run.attach(killed.path)  # though it may be looked at
@@ -269,6 +340,31 @@ def test_settings_that_were_cut_short_are_not_filled_up_with_defaults(killed: Ru
     path.write_text(path.read_text().split(last)[0])
 
     assert f"{path}: {says}" in refusal(killed)
+
+
+def test_iterations_that_were_explored_for_nothing_are_counted(tmp_path: Path) -> None:
+    """In rows of older versions nothing says how many seeds were scored."""
+    explored, not_explored = (
+        create_run(config.load(settings_file(tmp_path), [f"strategy.exploration={how}"]), 0.0)
+        for how in ("stale", "off")
+    )
+    for run in (explored, not_explored):
+        for iteration, metrics in enumerate([{"seeds_scored": 0}, {"seeds_scored": 3}, {}]):
+            row = HistoryRow(iteration=iteration, weights_version=0, weights_sha256="", metrics=metrics, measured={})
+            run.append(HISTORY, row_of(row))
+
+    assert (explored.unscored(), not_explored.unscored()) == (1, 0)
+
+
+def test_validations_are_in_the_order_of_versions(killed: RunDir) -> None:
+    rows = killed.rows(VALIDATION)
+    killed.rewrite(VALIDATION, reversed(rows))
+
+    assert [row.version for row in killed.validation()] == [row["version"] for row in rows]
+
+
+def test_the_command_that_resumes_a_run_can_be_given_to_a_shell(tmp_path: Path) -> None:
+    assert RunDir(tmp_path / "a b").resume_command == f"spotlight resume '{tmp_path}/a b'"
 
 
 def test_a_run_goes_on_with_a_version_that_has_more_settings(killed: RunDir, caplog: pytest.LogCaptureFixture) -> None:
@@ -402,6 +498,38 @@ def test_a_summary_is_of_the_run_as_it_stands(tmp_path: Path) -> None:
     assert not resuming.is_over(run, run.config())  # the driver sums it up
 
 
+def test_a_run_is_over_when_all_is_done_validated_and_summed_up(tmp_path: Path) -> None:
+    """A simulated one may end sooner."""
+    run = finished(tmp_path)
+    rows, settings = run.rows(VALIDATION), run.config()
+    longer = settings.model_copy(update={"run": settings.run.model_copy(update={"iterations": 3})})
+    assert resuming.is_over(run, settings)
+
+    for lost in (1, 2):
+        run.rewrite(VALIDATION, [row for row in rows if row["version"] != lost])
+        assert not resuming.is_over(run, settings)
+    run.rewrite(VALIDATION, [*rows, rows[-1] | {"version": 3}])
+    assert not resuming.is_over(run, longer)
+    run.write_json(SIMULATED, {"learning": "modelled"})
+    assert resuming.is_over(run, longer)
+    (run.path / SUMMARY).unlink()
+    assert not resuming.is_over(run, longer)
+
+
+def test_a_run_has_begun_when_its_first_weights_are_there(killed: RunDir, tmp_path: Path) -> None:
+    made = create_run(config.load(settings_file(tmp_path)), 0.0)
+
+    assert [resuming.has_begun(place) for place in (killed.url, made.path, tmp_path / "none")] == [True, False, False]
+
+
+def test_only_versions_that_were_due_are_validated_later(killed: RunDir, tmp_path: Path) -> None:
+    settings = config.load(settings_file(tmp_path), ["run.validate_every=2"])
+
+    assert list(resuming.unvalidated(killed, settings, 6)) == [4]
+    killed.rewrite(VALIDATION, [])
+    assert list(resuming.unvalidated(killed, settings, 6)) == [0, 2, 4]
+
+
 @pytest.mark.parametrize(
     ("iterations", "says"),
     [
@@ -452,6 +580,10 @@ def test_links_that_wandb_makes_in_its_folder_are_left_alone(killed: RunDir, tmp
     shutil.rmtree(killed.path / "wandb")
     (killed.path / "wandb").symlink_to(tmp_path)
     assert f"{killed.path / 'wandb'}: is a link to {tmp_path}" in refusal(killed)
+    (killed.path / "wandb").unlink()
+    (deeper := killed.path / "images" / "wandb").mkdir()
+    (deeper / "out").symlink_to(tmp_path)
+    assert f"{deeper / 'out'}: is a link to {tmp_path}" in refusal(killed)
 
 
 def test_a_link_that_appears_later_is_not_followed_either(killed: RunDir, tmp_path: Path) -> None:
@@ -573,6 +705,15 @@ def test_dollars_that_are_no_longer_counted_are_told(killed: RunDir, caplog: pyt
     (killed.path / WORKERS).unlink()
     resuming.check(killed)
     assert f"{killed.path / WORKERS}: is missing or empty: what was spent before is no longer counted" in caplog.text
+    (killed.path / SPANS).unlink()
+    resuming.check(killed)
+    assert f"{killed.path / SPANS}: is missing or empty" in caplog.text
+
+
+def test_before_the_first_iteration_is_done_nothing_was_spent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    resuming.check(create_run(config.load(settings_file(tmp_path)), 0.0))
+
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(("shared", "mode"), [("false", 0o700), ("true", 0o755)])
@@ -584,6 +725,7 @@ def test_only_who_started_a_run_may_look_into_it_unless_it_is_shared(tmp_path: P
         os.umask(before)
 
     assert stat.S_IMODE(run.path.stat().st_mode) == mode
+    assert stat.S_IMODE((run.path / "lock").stat().st_mode) == 0o644  # who may look into it sees whether it goes on
 
 
 def test_the_hashes_of_prompts_are_of_the_copies(killed: RunDir) -> None:

@@ -40,7 +40,9 @@ def write_group(directory: Path, limit: str, used: int, cached: int, version: in
     directory.mkdir(parents=True, exist_ok=True)
     (directory / names[0]).write_text(f"{limit}\n")
     (directory / names[1]).write_text(f"{used}\n")
-    (directory / "memory.stat").write_text(f"{prefix}anon 5\n{prefix}active_file 0\n{prefix}inactive_file {cached}\n")
+    (directory / "memory.stat").write_text(
+        f"{prefix}anon 5\n{prefix}active_file 7\n{prefix}inactive_file {cached - 7}\n"
+    )
 
 
 def test_a_directory_on_a_disk_takes_what_its_file_system_has(tmp_path: Path) -> None:
@@ -48,14 +50,18 @@ def test_a_directory_on_a_disk_takes_what_its_file_system_has(tmp_path: Path) ->
 
 
 def test_a_directory_in_memory_takes_no_more_than_memory_is_free(
-    in_memory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, in_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = shutil.disk_usage(in_memory)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=90 * GB))
 
     assert room.room_bytes(in_memory) == 35 * GB  # a twentieth of the machine's memory is left
+    (tmp_path / "link").symlink_to(in_memory)
+    assert room.room_bytes(tmp_path / "link") == 35 * GB
     with pytest.raises(NotOnNode, match=rf"no room for {36 * GB} bytes .* {35 * GB} bytes are free"):
         Node(in_memory / "node").make("key", lambda _: pytest.fail("it was written"), size_bytes=36 * GB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=3 * GB))
+    assert room.room_bytes(in_memory) == 3 * GB
 
 
 @pytest.mark.parametrize(("version", "root", "line"), [(2, "", "0::"), (1, "memory", "4:cpu,memory:")])
@@ -71,9 +77,16 @@ def test_the_narrowest_control_group_decides(tmp_path: Path, version: int, root:
 
 def test_a_group_that_cannot_be_seen_from_inside_a_container_is_that_of_the_container(tmp_path: Path) -> None:
     (tmp_path / "own").write_text("0::/kubepods/pod-7/container\n")
-    write_group(tmp_path / "groups", str(30 * GB), 20 * GB, 0, 2)
+    write_group(tmp_path / "groups", str(30 * GB), 20 * GB, 7, 2)
 
-    assert (room.memory_bytes(), room.spare_memory_bytes()) == (30 * GB, 10 * GB)
+    assert (room.memory_bytes(), room.spare_memory_bytes()) == (30 * GB, 10 * GB + 7)
+
+
+def test_a_group_may_have_colons_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("0::/pod:cri:7\n")
+    write_group(tmp_path / "groups" / "pod:cri:7", str(30 * GB), 20 * GB, 7, 2)
+
+    assert room.memory_bytes() == 30 * GB
 
 
 def test_without_groups_it_is_what_the_machine_has() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -33,6 +35,7 @@ from spotlight.shell import EXAMPLES, main
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.lease import Lease
+from spotlight.store.rundir import RunDir
 
 
 @pytest.mark.parametrize("verb", EXAMPLES)
@@ -264,7 +267,7 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
         Run.into(there, settings, ["run.seed=3", "run.iterations=9"])
     with pytest.raises(SpotlightError, match="something else is there, and no run.*name a new or empty directory"):
         Run.into(tmp_path, settings)
-    for nowhere in ("", "a\0b"):
+    for nowhere in ("", " ", "a\0b"):
         with pytest.raises(SpotlightError, match="is no run directory: name one"):
             Run.into(nowhere, settings)
     for place in (Path("s3://bucket/runs"), "s3:/bucket/runs"):
@@ -279,6 +282,50 @@ def test_a_run_is_made_where_a_file_address_says(tmp_path: Path) -> None:
     run = create_run_at(f"file://{tmp_path}/a", load(settings_file(tmp_path)))
 
     assert run.path == tmp_path / "a"
+
+
+def test_a_run_is_made_in_the_empty_directory_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here := tmp_path / "here").mkdir(mode=0o755)
+    monkeypatch.chdir(here)
+
+    run = create_run_at(".", load(settings_file(tmp_path)))
+
+    assert Path.cwd() == run.path == RunDir.open(".").path
+    assert stat.S_IMODE(here.stat().st_mode) == 0o700
+    assert {path.name for path in tmp_path.iterdir()} == {"here", "run.toml"}
+
+
+def test_what_others_put_into_a_directory_meanwhile_stays_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's directory is locked once while it is made."""
+    (here := tmp_path / "here").mkdir(mode=0o755)
+    flock = fcntl.flock
+
+    def meanwhile(descriptor: int, how: int) -> None:
+        (here / "thesis.tex").touch()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    with pytest.raises(SpotlightError, match="not a run directory"):
+        create_run_at(here, load(settings_file(tmp_path)))
+
+    assert [path.name for path in here.iterdir()] == ["thesis.tex"]
+    assert stat.S_IMODE(here.stat().st_mode) == 0o755
+
+
+def test_a_run_may_be_in_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell writes out what follows an equals sign, as in --into=~/a, nor does Python."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+
+    run = Run.into("~/a", settings_file(tmp_path)).directory
+
+    assert run.path == tmp_path / "a" == Run.attach("~/a").directory.path
+    assert list(here.iterdir()) == []
+    with pytest.raises(SpotlightError, match="there is no such user"):
+        Run.into("~nobody-here/a", settings_file(tmp_path))
 
 
 def test_a_run_into_a_directory_with_changed_prompts_is_refused(tmp_path: Path) -> None:

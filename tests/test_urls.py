@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
+import stat
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -31,17 +34,26 @@ from runs import settings_file
 from spotlight import config
 from spotlight.device.engine import Engine
 from spotlight.plan.beliefs import Beliefs
-from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, Stopped, WeightsRef
+from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, Stopped, WeightsRef, row_of
 from spotlight.rl.models.pipeline import PipelineModel
 from spotlight.rl.prompts import read_prompts
-from spotlight.store import journals, lease, updates, weights
+from spotlight.store import journals, lease, rundir, updates, weights
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, LOOK_S, RECORD_BYTES, Lease
 from spotlight.store.node import Node
-from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError, explaining, retried
-from spotlight.store.rows import HISTORY, SPANS
-from spotlight.store.rundir import RunDir
+from spotlight.store.objects import (
+    RETRY_S,
+    BucketObjects,
+    DirectoryObjects,
+    Objects,
+    StoreError,
+    explaining,
+    objects_at,
+    retried,
+)
+from spotlight.store.rows import HISTORY, QUARANTINED, SIMULATED, SPANS, VALIDATION
+from spotlight.store.rundir import PUSH_S, RunDir
 from spotlight.store.zarr_store import ZarrStore
 
 
@@ -77,9 +89,93 @@ def test_an_object_is_created_once_and_put_again(objects: Objects) -> None:
 
     assert (objects.get("a/b"), objects.size("a/b")) == (b"third!", 6)
     assert objects.source("a/b")("", 1, 3) == b"hir"
+    with objects.opened("a/b", 1, 3) as file:
+        assert file.read(3) == b"hir"
     assert objects.sizes("a") == {"a/b": 6}
     objects.delete("a/b", "a/c")
     assert (objects.sizes("a"), objects.size("a/b")) == ({}, None)
+
+
+def test_all_below_a_place_is_deleted_and_nothing_beside_it(objects: Objects) -> None:
+    for key in ("a/b", "a/c/d", "ab/c", "b"):
+        objects.put(key, b"x")
+
+    for _ in range(2):
+        objects.delete_below("a")
+
+    assert [objects.size(key) for key in ("a/b", "a/c/d", "ab/c", "b")] == [None, None, 1, 1]
+
+
+def test_a_slash_at_the_end_of_an_address_means_nothing(bucket: str, tmp_path: Path) -> None:
+    for place in (bucket, str(tmp_path)):
+        assert objects_at(f"{place}/").where("a") == f"{place}/a"
+        assert RunDir(f"{place}/").url == place
+        assert RunDir(f"{place}/").path == RunDir(place).path
+
+
+def test_in_a_directory_only_whole_files_are_objects(tmp_path: Path) -> None:
+    objects = DirectoryObjects(tmp_path)
+    for content in (b"first", b"second"):
+        objects.create("a/b", content)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+
+    (tmp_path / "a" / ".c.1-2.part").touch()
+    (tmp_path / "a" / "d").mkdir()
+
+    assert objects.sizes("a") == {"a/b": 5}
+    assert objects.size("a/d") is None
+    assert objects.get("a/b/c") is None
+
+
+def test_what_a_killed_writer_left_or_another_thread_writes_is_in_nobodys_way(tmp_path: Path) -> None:
+    objects, both = DirectoryObjects(tmp_path / "run"), threading.Barrier(2)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not ours")
+    objects.path.mkdir()
+    (objects.path / f".a.{os.getpid()}-{threading.get_ident()}.part").symlink_to(elsewhere)
+
+    def meets() -> Iterator[memoryview]:
+        both.wait(10)
+        yield memoryview(b"whole")
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(objects.put, "a", meets())
+        objects.put("a", meets())
+        other.result()
+
+    assert elsewhere.read_bytes() == b"not ours"
+    assert objects.get("a") == b"whole"
+    assert [path.name for path in objects.path.iterdir()] == ["a"]
+
+
+def test_what_could_not_be_written_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    objects = DirectoryObjects(tmp_path)
+    objects.put("a", b"before")
+
+    def fails() -> Iterator[memoryview]:
+        yield memoryview(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        objects.put("a", fails())
+
+    assert objects.get("a") == b"before"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_is_written_over_in_place_is_no_longer_than_before_and_no_link(tmp_path: Path) -> None:
+    objects = DirectoryObjects(tmp_path)
+    objects.put("a", b"long")
+    (tmp_path / "link").symlink_to("a")
+
+    assert objects.overwrite("a", b"abc")
+    assert not objects.overwrite("a", b"longer")
+    assert not objects.overwrite("b", b"new")
+    with pytest.raises(OSError, match="symbolic links"):
+        objects.overwrite("link", b"de")
+
+    assert objects.get("a") == b"abc"
+    assert not (tmp_path / "b").exists()
 
 
 class Clock(threading.Event):
@@ -546,6 +642,23 @@ def test_the_same_command_makes_a_run_at_a_url_and_then_finds_it(
         create_run_at(f"{bucket}/a", config.load(settings_file(tmp_path), ["run.seed=4"]))
 
 
+@pytest.mark.parametrize("place", ["directory", "bucket"])
+def test_runs_that_begin_in_the_same_second_have_names_of_their_own(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "here"))
+    monkeypatch.setenv("TZ", "UTC-5")  # five hours east of it
+    time.tzset()
+    parent = str(tmp_path) if place == "directory" else bucket
+    settings = config.load(settings_file(tmp_path), [f"run.dir={parent}/"])
+
+    made = [create_run(settings, now_s=0.0).url for _ in range(3)]
+
+    assert made == [f"{parent}/run-19700101-050000{suffix}" for suffix in ("", "-1", "-2")]
+    monkeypatch.undo()
+    time.tzset()
+
+
 def test_damaged_weights_at_a_url_are_refused(bucket: str) -> None:
     weights.stage(bucket, 0, {"a": np.ones(3, np.float32)}, {}, {})
     ref = weights.publish(bucket, 0).weights
@@ -578,6 +691,123 @@ def test_what_a_run_goes_on_from_is_at_its_url(run: RunDir, tmp_path: Path, monk
     found = Path(elsewhere.config().data.train_prompts)
     assert found.read_bytes() == (run.path / "prompts" / "train.txt").read_bytes()
     assert found.is_relative_to(elsewhere.path)
+    assert stat.S_IMODE(elsewhere.path.stat().st_mode) == 0o700
+
+
+def test_who_looks_at_a_run_at_a_url_takes_nothing_from_its_driver_on_this_machine(run: RunDir) -> None:
+    """Where the only copy is of what was journalled in the last seconds."""
+    rows = [{"at_s": 1.0}, {"at_s": 2.0}]
+    with run.lock():
+        run.append(SPANS, rows[0])
+        assert RunDir.open(run.url).rows(SPANS) == rows[:1]
+        run.append(SPANS, rows[1])
+
+    assert RunDir.open(run.url).rows(SPANS) == rows
+
+
+def test_what_older_versions_set_aside_is_still_known(run: RunDir) -> None:
+    aside = Quarantined(request=make_request(), preemptions=5)
+    run.append(QUARANTINED, row_of(aside))
+
+    assert run.all_quarantined() == [aside]
+
+
+def test_what_the_first_iteration_needs_is_made_again_without_its_weights(run: RunDir) -> None:
+    run.objects.put(run.selection_key(0), b"{")
+
+    with pytest.raises(SpotlightError, match=r"00000\.json: .*delete it, and `spotlight resume` makes it again"):
+        run.selection(0)
+
+
+def test_beliefs_are_removed_unless_they_are_to_be_kept(run: RunDir) -> None:
+    for iteration in (1, 2):
+        run.record_beliefs(iteration, Beliefs(fidelity=0.25))
+        run.retain_beliefs({2}, iteration)
+
+    assert [run.objects.size(run.beliefs_key(iteration)) is None for iteration in (1, 2)] == [True, False]
+
+
+def test_what_a_resumed_run_needs_is_put_at_once(run: RunDir) -> None:
+    for journal in (HISTORY, VALIDATION, SPANS):
+        run.append(journal, {"iteration": 0})
+
+    assert [bool(run.objects.sizes(f"journals/{each}")) for each in (HISTORY, VALIDATION, SPANS)] == [True, True, False]
+
+
+def test_what_only_a_report_needs_is_put_every_few_seconds(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(rundir, "wall_clock", lambda: now_s)
+
+    def pushed() -> int:
+        run.append(SPANS, {"at_s": now_s})
+        run.push()
+        return b"".join(run.objects.get(key) or b"" for key in run.objects.sizes(f"journals/{SPANS}")).count(b"\n")
+
+    counts = [pushed(), pushed()]
+    now_s += PUSH_S + 1
+    counts += [pushed(), pushed()]
+
+    assert counts == [1, 1, 3, 3]
+
+
+def test_a_file_of_a_run_at_a_url_comes_alone_or_with_its_directory(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.npz", "b.npz"):
+        (run.path / "images").mkdir(exist_ok=True)
+        (run.path / "images" / name).write_text(name)
+    run.push_files("images/a.npz")
+    elsewhere = on_another_machine(tmp_path, monkeypatch, run)
+
+    assert elsewhere.fetch("images/a.npz").read_text() == "a.npz"
+    assert not elsewhere.fetch("images/b.npz").exists()
+    run.push_files("images")
+    assert sorted(path.name for path in elsewhere.fetch("images").iterdir()) == ["a.npz", "b.npz"]
+
+
+def test_only_a_run_that_may_have_latents_is_looked_into_for_them(run: RunDir, tmp_path: Path) -> None:
+    local = create_run(config.load(settings_file(tmp_path)), now_s=1.0)
+    apart = create_run(config.load(settings_file(tmp_path), [f"latents.url={tmp_path}/apart"]), now_s=2.0)
+
+    assert [each.has_latents() for each in (run, local, apart)] == [True, False, True]
+    (local.path / "latents").mkdir()
+    assert local.has_latents()
+    apart.write_json(SIMULATED, {"learning": "modelled"})
+    assert not apart.has_latents()
+
+
+def test_lines_that_others_took_back_are_not_counted(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.append(HISTORY, {"iteration": 0}, {"iteration": 1})
+    elsewhere = on_another_machine(tmp_path, monkeypatch, run)
+    assert elsewhere.count(HISTORY) == 2
+
+    run.rewrite(HISTORY, [{"iteration": 0}])
+    elsewhere.pull(anew=True)
+
+    assert elsewhere.count(HISTORY) == 1
+
+
+def test_prices_and_directories_of_prompts_are_at_the_url(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "here"))
+    (tmp_path / "prices.csv").write_text("time_s,usd_per_h\n0,1.5\n")
+    (tmp_path / "saved").mkdir()
+    for name in ("data-00000-of-00001.arrow", "state.json"):
+        (tmp_path / "saved" / name).write_text(name)
+    given = [f"pools.spot.prices={tmp_path}/prices.csv", f"data.validation_prompts={tmp_path}/saved"]
+    run = create_run(config.load(settings_file(tmp_path), [f"run.dir={bucket}", *given]), now_s=0.0)
+    (tmp_path / "prices.csv").unlink()
+    shutil.rmtree(tmp_path / "saved")
+
+    found = on_another_machine(tmp_path, monkeypatch, run).config()
+
+    assert Path(found.pools.spot.prices).read_text() == "time_s,usd_per_h\n0,1.5\n"
+    assert {path.name: path.read_text() for path in Path(found.data.validation_prompts).iterdir()} == {
+        name: name for name in ("data-00000-of-00001.arrow", "state.json")
+    }
 
 
 def test_a_run_at_a_url_has_one_driver(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,18 +894,38 @@ def test_without_obstore_a_url_is_refused_with_its_name(tmp_path: Path, monkeypa
         create_run(config.load(settings_file(tmp_path), [f"run.dir={url}"]), now_s=0.0)
 
 
-def test_a_store_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("allows_http", "says"),
+    [
+        ("true", "error sending request; check"),
+        ("True", "error sending request; check"),
+        ("1", "error sending request; check"),
+        ("", "builder error; a server without TLS needs AWS_ALLOW_HTTP=true; check"),
+    ],
+)
+def test_a_store_out_of_reach_is_one_sentence_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allows_http: str, says: str
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", allows_http)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
-    monkeypatch.setattr("spotlight.store.objects.FIRST_RETRY_S", 0.5)
+    monkeypatch.setattr("spotlight.store.objects.FIRST_RETRY_S", 0.1)
+    url = f"s3://{uuid4().hex}/runs/a"
+    settings = config.load(settings_file(tmp_path), [f"run.dir={url}"])
+    began_s = time.monotonic()
 
-    with pytest.raises(StoreError, match=r"s3://.*/a: cannot be read: .*AWS_ACCESS_KEY_ID") as refused:
-        RunDir.open(f"s3://{uuid4().hex}/runs/a")
+    for begin in (
+        lambda: RunDir.open(url),
+        lambda: create_run(settings, now_s=0.0),
+        lambda: create_run_at(url, settings),
+    ):
+        with pytest.raises(StoreError, match=rf"s3://.*/a: cannot be read: .*{says}.*AWS_ACCESS_KEY_ID") as refused:
+            begin()
 
-    assert "\n" not in str(refused.value)
-    assert "hush" not in str(refused.value)
+        assert "\n" not in str(refused.value)
+        assert "hush" not in str(refused.value)
+    assert time.monotonic() - began_s < RETRY_S / 2
 
 
 OLD = ("runs/commits/a", "runs/commits/b")
@@ -774,6 +1024,27 @@ def test_a_store_is_given_up_in_time_though_one_try_takes_all_of_it(monkeypatch:
     assert len(tries) == 1
 
 
+def test_a_store_that_hangs_up_is_asked_again_after_pauses_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+
+    def answers_late() -> str:
+        if len(slept) < 8:
+            raise GenericError("HTTP error: error sending request")
+        return "here"
+
+    assert retried(answers_late) == "here"
+    assert slept == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+
+    with pytest.raises(GenericError, match="refused"):
+        retried(refuses)
+    assert len(slept) == 8
+
+
+def refuses() -> NoReturn:
+    raise GenericError("refused: 403")
+
+
 def test_an_error_of_a_store_comes_back_from_a_worker_as_it_was() -> None:
     install(StoreError)  # as it is where Dask is imported later
     error = loads(dumps(StoreError("out of reach")))
@@ -789,6 +1060,29 @@ def test_a_url_without_a_bucket_is_no_local_directory(tmp_path: Path, url: str) 
             config.load(settings_file(tmp_path), [f"{setting}={url}"])
     with pytest.raises(SpotlightError, match="names no bucket"):
         RunDir.open(url)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/runs/..", "gs://bucket/../runs", "s3://bucket/./runs"])
+def test_a_url_that_leads_upwards_is_refused(tmp_path: Path, url: str) -> None:
+    """On this machine the copies of other runs are there, and what is new begins with an empty directory."""
+    settings = settings_file(tmp_path)
+
+    for begin in (lambda: RunDir.open(url), lambda: create_run_at(url, config.load(settings))):
+        with pytest.raises(SpotlightError, match="an object store has no '.' and no '..'"):
+            begin()
+    with pytest.raises(SpotlightError, match="run.dir: .* an object store has no '.' and no '..'"):
+        config.load(settings, [f"run.dir={url}"])
+
+
+@pytest.mark.parametrize("url", ["ftp://host/runs", "https://host/runs"])
+def test_an_address_that_is_no_object_stores_is_refused(tmp_path: Path, url: str) -> None:
+    settings = config.load(settings_file(tmp_path))
+
+    for begin in (lambda: RunDir.open(url), lambda: create_run_at(url, settings)):
+        with pytest.raises(SpotlightError, match=f"{url}: expected a directory, or a URL of s3"):
+            begin()
+    with pytest.raises(SpotlightError, match="run.dir = .*expected a directory, or a URL of s3"):
+        config.load(settings_file(tmp_path), [f"run.dir={url}"])
 
 
 def test_a_bucket_that_is_not_there_is_not_blamed_on_the_disk() -> None:

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -119,16 +120,36 @@ def _create_if_absent(place: str | Path, settings: config.Config) -> None:
 
 
 def _create_at_once(path: Path, settings: config.Config) -> None:
-    """Make it elsewhere and rename it, so that what a kill leaves is no half of a run."""
+    """Make it elsewhere and rename it, so that what a kill leaves is no half of a run.
+
+    An empty directory stays the one that it is: somebody may be in it.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as making:
-            _create(f"{making}/{path.name}", settings).path.rename(path)
+            made = _create(f"{making}/{path.name}", settings).path
+            if path.exists():
+                _fill(path, made)
+            else:
+                made.rename(path)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
             raise SpotlightError(
                 f"{path}: cannot make the run directory: {error.strerror}; choose another one, or make room there"
             ) from None
+
+
+def _fill(empty: Path, made: Path) -> None:
+    """Move all of a new run into an empty directory; its settings, which make it a run, come last.
+
+    Raises:
+        OSError: it is not empty any more.
+    """
+    if any(empty.iterdir()):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+    empty.chmod(stat.S_IMODE(made.stat().st_mode))
+    for entry in sorted(made.iterdir(), key=lambda entry: (entry.name == config.RESOLVED, entry.name != "prompts")):
+        entry.rename(empty / entry.name)  # no directory replaces another's, so one of two does all of this
 
 
 def _create(place: str, settings: config.Config, *, anew: bool = True, simulated: bool = False) -> RunDir:

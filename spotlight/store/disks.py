@@ -44,6 +44,6 @@ def full_disk(places: Iterable[str | Path]) -> str:
 
 def _mount_point(path: Path) -> Path:
     path = path.resolve()
-    while not path.is_mount() and path != path.parent:
+    while not path.is_mount():
         path = path.parent
     return path

@@ -48,9 +48,9 @@ class Scratch:
 
     def keep(self) -> None:
         """Make it again if somebody removed it, as what tidies up temporary files may."""
-        if not is_held(self.path, self._descriptor):
-            os.close(self._descriptor)
+        if not is_held(self.path, before := self._descriptor):
             self._descriptor = hold(self.path)
+            os.close(before)
 
     def close(self) -> None:
         """Remove it."""

@@ -390,12 +390,10 @@ def explaining(where: str, done: str) -> Iterator[None]:
         StoreError: with that sentence.
         FileNotFoundError: it is not there.
     """
-    from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
+    from obstore.exceptions import BaseError, NotFoundError
 
     try:
         yield
-    except AlreadyExistsError:
-        raise
     except NotFoundError as error:
         if done != "written":
             raise FileNotFoundError(str(error)) from None
@@ -404,9 +402,10 @@ def explaining(where: str, done: str) -> Iterator[None]:
             "of one that is there"
         ) from None
     except BaseError as error:
+        without_tls = " a server without TLS needs AWS_ALLOW_HTTP=true;" if "builder error" in str(error) else ""
         raise StoreError(
-            f"{where}: cannot be {done}: {first_line(error)}; check the address, the network, and what this user may "
-            f"do there ({SECRETS_COME_FROM}); what was committed is kept, and `spotlight resume` goes on"
+            f"{where}: cannot be {done}: {first_line(error)};{without_tls} check the address, the network, and what "
+            f"this user may do there ({SECRETS_COME_FROM}); what was committed is kept, and `spotlight resume` goes on"
         ) from None
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from spotlight import config
 from spotlight.clock import wall_clock
-from spotlight.files import check_slashes, home, is_text, is_url, whole
+from spotlight.files import check_slashes, from_home, home, is_text, is_url, whole
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
@@ -135,7 +135,7 @@ class RunDir:
         Raises:
             SpotlightError: it is not one, something in it leads out of it, or this user may not look into it.
         """
-        path = os.fspath(path)
+        path = from_home(os.fspath(path))
         with looked_into(path):
             return cls._open(path)
 
@@ -170,7 +170,7 @@ class RunDir:
         Args:
             anew: whether what is here already is read again.
         """
-        if self._journals and not self._lock.is_held():
+        if self._journals:
             with self._held(shared=True) as held:
                 if held:
                     self._pull(anew=anew)
