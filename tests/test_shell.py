@@ -295,6 +295,17 @@ def test_a_run_is_made_in_the_empty_directory_where_one_is(tmp_path: Path, monke
     assert {path.name for path in tmp_path.iterdir()} == {"here", "run.toml"}
 
 
+def test_a_run_is_made_in_an_empty_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here := tmp_path / "volume").mkdir()
+
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+
+    assert create_run_at(here, load(settings_file(tmp_path))).path == here
+
+
 def test_what_others_put_into_a_directory_meanwhile_stays_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,8 @@ def _fill(empty: Path, made: Path) -> None:
     """
     if any(empty.iterdir()):
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-    empty.chmod(stat.S_IMODE(made.stat().st_mode))
+    with contextlib.suppress(PermissionError):  # who may write to somebody else's directory cannot change its mode
+        empty.chmod(stat.S_IMODE(made.stat().st_mode))
     for entry in sorted(made.iterdir(), key=lambda entry: (entry.name == config.RESOLVED, entry.name != "prompts")):
         entry.rename(empty / entry.name)  # no directory replaces another's, so one of two does all of this
 
