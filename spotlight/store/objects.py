@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -185,11 +186,13 @@ class DirectoryObjects:
         return {key: size for key in keys if (size := self.size(key)) is not None}
 
     def size(self, key: str) -> int | None:
-        path = self.path / key
         try:
-            return path.stat().st_size if path.is_file() else None
-        except FileNotFoundError:  # it is deleted at this moment
-            return None
+            found = (self.path / key).stat()
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return None
+            raise
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def delete(self, *keys: str) -> None:
         for key in keys:

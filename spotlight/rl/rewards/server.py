@@ -224,7 +224,8 @@ def _late(url: str, timeout_s: float) -> TimeoutError:
 def _body_of(error: urllib.error.HTTPError) -> str:
     """What an error's page says, from its start."""
     try:
-        text = error.read(SAID_MAX + 1).decode(errors="replace").strip()
+        with error:
+            text = error.read(SAID_MAX + 1).decode(errors="replace").strip()
     except OSError:
         text = ""
     return f": {_start_of(text)}" if text else ""
