@@ -321,13 +321,13 @@ def test_one_that_is_slow_is_waited_for_as_long_as_it_gets_on(tmp_path: Path, mo
 def test_a_directory_is_waited_for_as_long_as_a_file_in_it_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_module, "MAKE_S", 0.2)
+    monkeypatch.setattr(node_module, "MAKE_S", 0.5)
     has_begun = threading.Event()
 
     def grows(to: Path) -> None:
         to.mkdir()
         with (to / "file").open("wb", buffering=0) as file:
-            for _ in range(30):
+            for _ in range(35):
                 file.write(b"x")
                 has_begun.set()
                 time.sleep(0.02)
