@@ -210,7 +210,7 @@ def test_workers_killed_in_the_middle_of_a_task_change_nothing(
     undisturbed: Path, tmp_path: Path, phase: str, pool: str, count: int
 ) -> None:
     run = Run(settings_file(tmp_path)).start()
-    client_of(run).register_plugin(KillWorkers(phase, pool=pool, count=count, settle_s=0.05))
+    client_of(run).register_plugin(KillWorkers(phase, pool=pool, count=count, settle_s=0.3))
 
     status = run.wait()
 
