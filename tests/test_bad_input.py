@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from spotlight import config, driver
 from spotlight.records import SpotlightError
 from spotlight.run import Run
 from spotlight.shell import main
+from spotlight.store import creating
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.rows import HISTORY, VALIDATION
 from spotlight.store.rundir import RunDir
@@ -396,3 +398,17 @@ def fill(disk: Path) -> Path:
         while True:
             file.write(page)
     return ballast
+
+
+def test_a_run_that_the_disk_has_no_room_for_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(run: RunDir, *_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.path))
+
+    monkeypatch.setattr(creating, "_keep_prompts", full)
+
+    with pytest.raises(SpotlightError, match="cannot make the run directory: No space left on device; choose another"):
+        create_run(config.load(settings_file(tmp_path)), now_s=0.0)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]

@@ -176,15 +176,18 @@ def _create(place: str, settings: config.Config, *, anew: bool = True, simulated
             shutil.rmtree(path, ignore_errors=True)  # of a run of this name whose objects were deleted
         _make_folder(path.parent)
         path.mkdir(mode=0o777 if settings.run.shared else 0o700)
-        if not simulated:
-            _check_file_system(run)
-        if (settings.latents.url or set(settings.tracking.to) - {"tensorboard"}) and not run.is_remote:
-            run.objects.put(STARTED, started)
-        data = _keep_prompts(run, settings.data, train, validation)
-        pools = _with_prices(settings.pools, {name: _keep_prices(run, name, prices[name]) for name in prices})
-        run.push_files("prompts", "prices")
-        kept = settings.model_copy(update={"data": data, "pools": pools})
-        run.objects.put(config.RESOLVED, config.resolved(kept))
+        with contextlib.ExitStack() as if_cut_short:
+            if_cut_short.callback(shutil.rmtree, path, ignore_errors=True)
+            if not simulated:
+                _check_file_system(run)
+            if (settings.latents.url or set(settings.tracking.to) - {"tensorboard"}) and not run.is_remote:
+                run.objects.put(STARTED, started)
+            data = _keep_prompts(run, settings.data, train, validation)
+            pools = _with_prices(settings.pools, {name: _keep_prices(run, name, prices[name]) for name in prices})
+            run.push_files("prompts", "prices")
+            kept = settings.model_copy(update={"data": data, "pools": pools})
+            run.objects.put(config.RESOLVED, config.resolved(kept))
+            if_cut_short.pop_all()
     except (FileExistsError, StoreError):
         raise
     except OSError as error:
@@ -195,20 +198,16 @@ def _create(place: str, settings: config.Config, *, anew: bool = True, simulated
 
 
 def _check_file_system(run: RunDir) -> None:
-    """Check that a driver could hold a run in a new directory; if none could, the directory is removed.
+    """Check that a driver could hold a run in a new directory.
 
     Raises:
         SpotlightError: the file system lacks file locks or hard links.
     """
     probe = "probe"
-    try:
-        with FileLock(run.path).held():
-            if not run.is_remote:
-                run.objects.create(probe, b"")
-                run.objects.delete(probe)
-    except SpotlightError:
-        shutil.rmtree(run.path, ignore_errors=True)
-        raise
+    with FileLock(run.path).held():
+        if not run.is_remote:
+            run.objects.create(probe, b"")
+            run.objects.delete(probe)
 
 
 def _keep_prompts(
