@@ -327,7 +327,9 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
 
 def test_of_two_workers_in_one_process_one_takes_part_and_the_other_says_why(undisturbed: Path, tmp_path: Path) -> None:
     code = """
-import sys, time, spotlight
+import faulthandler, sys, time
+faulthandler.dump_traceback_later(100, exit=True)  # it hung once, nobody knows where
+import spotlight
 from distributed import LocalCluster
 with LocalCluster(
     n_workers=2, processes=False, threads_per_worker=1, resources={"reserved": 1}, dashboard_address=None
