@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -193,6 +194,21 @@ def _scores(run_dir: Path) -> list[float]:
     run = RunDir.open(run_dir)
     rewards = [row["metrics"]["reward_mean"] for row in run.rows(HISTORY)]
     return rewards + [row["score"] for row in run.rows(VALIDATION)]
+
+
+def test_a_run_that_is_over_needs_no_port(undisturbed: Path, tmp_path: Path) -> None:
+    shutil.copytree(undisturbed, tmp_path / "run")
+    settings = tmp_path / "run" / "config.toml"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f"dashboard_port = {taken.getsockname()[1]}"
+        settings.write_text(settings.read_text().replace("dashboard_port = 0", port))
+
+        status = Run.resume(tmp_path / "run").start().wait()
+
+    assert port in settings.read_text()
+    assert status.state == "finished"
 
 
 @pytest.fixture
