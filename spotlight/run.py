@@ -194,8 +194,7 @@ class Run:
                     f"{name} = {url!r}: workers are processes, and none sees the memory of another: name a directory, "
                     "or a URL of an object store"
                 )
-        is_over = self._directory is not None and resuming.is_over(self._directory, self.config)
-        if self._cluster is None and not is_over:
+        if self._cluster is None and not (self._directory and resuming.is_over(self._directory, self.config)):
             check_port(self.config.cluster.dashboard_host, self.config.cluster.dashboard_port)
         tracking.check(self.config)
         if detached and self._cluster is not None:

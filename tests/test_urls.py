@@ -652,11 +652,13 @@ def test_runs_that_begin_in_the_same_second_have_names_of_their_own(
     parent = str(tmp_path) if place == "directory" else bucket
     settings = config.load(settings_file(tmp_path), [f"run.dir={parent}/"])
 
-    made = [create_run(settings, now_s=0.0).url for _ in range(3)]
+    try:
+        made = [create_run(settings, now_s=0.0).url for _ in range(3)]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
     assert made == [f"{parent}/run-19700101-050000{suffix}" for suffix in ("", "-1", "-2")]
-    monkeypatch.undo()
-    time.tzset()
 
 
 def test_damaged_weights_at_a_url_are_refused(bucket: str) -> None:

@@ -160,8 +160,9 @@ def _start(root: Path) -> int:
     """Start the parent; returns the writing end of its pipe. Its first request waits for its imports."""
     for name in ("socket", "alive", "pid", "key"):
         (root / name).unlink(missing_ok=True)
-    (root / "key").touch(mode=0o600)
-    (root / "key").write_bytes(os.urandom(KEY_BYTES))
+    if KEYED:
+        (root / "key").touch(mode=0o600)
+        (root / "key").write_bytes(os.urandom(KEY_BYTES))
     os.mkfifo(root / "alive", 0o600)
     reads = os.open(root / "alive", os.O_RDONLY | os.O_NONBLOCK)
     alive = os.open(root / "alive", os.O_WRONLY | os.O_NONBLOCK)
@@ -192,7 +193,8 @@ def _ask(joined: _Joined) -> None:
     server._forkserver_address = str(joined.root / "socket")
     server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
     server._forkserver_pid = None
-    server._forkserver_authkey = (joined.root / "key").read_bytes()
+    if KEYED:
+        server._forkserver_authkey = (joined.root / "key").read_bytes()
     server.ensure_running = resource_tracker.ensure_running
 
 
@@ -215,6 +217,7 @@ def serve(listener: int, reads: int, root: str) -> None:
 
 
 def _given_key(root: Path) -> dict[str, Any]:
+    """An argument of the parent's, where there are keys."""
     if not KEYED:
         return {}
     reads, writes = os.pipe()
