@@ -34,6 +34,7 @@ from spotlight.store.accounts import read_lives, read_spans
 from spotlight.store.decoding import from_json
 from spotlight.store.lines import TAIL_BYTES
 from spotlight.store.rows import (
+    ASIDE,
     DECISIONS,
     EVENTS,
     HISTORY,
@@ -447,6 +448,7 @@ def test_requests_that_several_workers_set_aside_are_recorded_once_each(run: Run
 
     for found in (first, second, first):
         run.quarantine(found)
+    (run.path / ASIDE / ".nfs0000000001").write_text("of a file system")
 
     assert run.all_quarantined() == [*before, first, second]
 

@@ -53,7 +53,7 @@ from spotlight.store.objects import (
     retried,
 )
 from spotlight.store.rows import HISTORY, QUARANTINED, SIMULATED, SPANS, VALIDATION
-from spotlight.store.rundir import PUSH_S, RunDir
+from spotlight.store.rundir import PUSH_S, RunDir, files_of
 from spotlight.store.zarr_store import ZarrStore
 
 
@@ -72,6 +72,16 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path, bucket: str) -> Obje
 def run(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "here"))
     return create_run(config.load(settings_file(tmp_path), [f"run.dir={bucket}"]), now_s=0.0)
+
+
+@pytest.mark.parametrize("told", ["", "some/where"])
+def test_local_files_of_a_run_at_a_url_do_not_depend_on_where_one_stands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", told)
+
+    assert files_of("s3://bucket/run").is_relative_to(tmp_path / ".local" / "state" / "spotlight")
 
 
 def on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: RunDir) -> RunDir:

@@ -450,7 +450,8 @@ class RunDir:
 
     def all_quarantined(self) -> list[Quarantined]:
         """The requests that `quarantine` recorded; older versions did so in a journal."""
-        found = [self._file(key, Quarantined, "restore it, or delete it") for key in self.objects.sizes(ASIDE)]
+        keys = [key for key in self.objects.sizes(ASIDE) if not key.removeprefix(f"{ASIDE}/").startswith(".")]
+        found = [self._file(key, Quarantined, "restore it, or delete it") for key in keys]
         return [*self.records(QUARANTINED, Quarantined), *(each for each in found if each)]
 
     def selection(self, iteration: int) -> Selection | None:
@@ -510,9 +511,10 @@ def files_of(place: str | Path) -> Path:
     url = str(place)
     if not is_url(url):
         return Path(url.removeprefix("file://"))
-    state = os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state"
+    told = Path(os.environ.get("XDG_STATE_HOME", ""))
+    state = told if told.is_absolute() else home() / ".local" / "state"  # relative ones count for nothing, by XDG
     url = url.rstrip("/")
-    return Path(state).resolve() / "spotlight" / sha256(url.encode()).hexdigest()[:12] / url.rpartition("/")[2]
+    return state.resolve() / "spotlight" / sha256(url.encode()).hexdigest()[:12] / url.rpartition("/")[2]
 
 
 @contextlib.contextmanager
