@@ -263,7 +263,7 @@ class Planner(_Redrawn):
     def _redraw(self) -> None:
         latest = self._facts.latest("prompts")
         rows = list(reversed(latest.get("prompts", [])))
-        names = [_label(row, number) for number, row in enumerate(rows)]
+        names = [_label(row) for row in rows]
         self._range.factors = names
         self.plot.height = 60 + 15 * max(4, len(rows))
         self.plot.visible = bool(rows)
@@ -287,7 +287,7 @@ def _spent(latest: Mapping[str, Any]) -> str:
     )
 
 
-def _label(row: Mapping[str, Any], number: int) -> str:
+def _label(row: Mapping[str, Any]) -> str:
     """Label of a prompt, unique within its plot."""
     wanted = text.target(row["prompt"]) if row["prompt"] else ""
     return f"{wanted[:18]}{'…' if len(wanted) > 18 else ''} #{row['id']}" if wanted else f"#{row['id']}"
