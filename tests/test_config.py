@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.config import Config, Section, changed, dump, load, resolve
+from spotlight.config.doubts import ALL_WEIGHTS_RATE
 from spotlight.market.prices import read_prices, usd_per_h
 from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError
@@ -635,6 +636,9 @@ def test_guidance_with_nft_is_doubted(file: Path) -> None:
     assert load(file).doubts == load(file, ["rollout.guidance=4", "train.algorithm=awm"]).doubts == ()
 
 
+SD3 = ["model.name=sd3", "model.path=x", "model.height_px=64", "model.width_px=64", "reward.name=scene-ocr"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -643,7 +647,7 @@ def test_guidance_with_nft_is_doubted(file: Path) -> None:
         (["train.steps_used=2"], 'train.steps_used = 2 with train.algorithm = "nft" counts nothing'),
         (["train.algorithm=dpo", "train.kl=0.1"], "train.kl = 0.1 with Diffusion-DPO counts nothing"),
         (
-            ["model.name=sd3", "model.path=x", "model.height_px=64", "model.width_px=64", "reward.name=scene-ocr"],
+            SD3,
             "train.learning_rate = 0.0003 with train.lora_rank = 0: all weights are trained, at the rate of a LoRA",
         ),
     ],
@@ -659,6 +663,11 @@ def test_training_that_is_probably_not_meant_is_doubted(file: Path, overrides: l
     [
         ["train.lora_alpha=64", "train.lora_rank=32"],
         ["train.algorithm=grpo", "rollout.sampler=sde", "train.steps_used=1"],
+        ["train.algorithm=grpo", "rollout.sampler=sde", "train.old_decay=delayed"],
+        ["train.algorithm=dpo"],
+        ["train.kl=0.1"],
+        [*SD3, "train.lora_rank=32"],
+        [*SD3, f"train.learning_rate={ALL_WEIGHTS_RATE}"],
         ["exploration.seeds_tried=8", "exploration.request_seeds=8"],
     ],
 )
