@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.config import Config, Section, changed, dump, load, resolve
+from spotlight.config.doubts import ALL_WEIGHTS_RATE
 from spotlight.market.prices import read_prices, usd_per_h
 from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError
@@ -405,6 +406,23 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
             ["train.algorithm=dpo", "train.dpo_pairs=1", "train.updates=9"],
             ["train.updates = 9 is more than the 8 pairs"],
         ),
+        (
+            ["train.algorithm=dpo", "train.dpo_pairs=9", "train.updates=33"],
+            ["train.updates = 33 is more than the 32 pairs"],
+        ),
+        (
+            [
+                "rollout.prompts_ahead=4",
+                "strategy.exploration=off",
+                "pools.spot.workers=0",
+                "pools.spot.usd_per_h=1",
+            ],
+            ["rollout.prompts_ahead = 4", "there are none"],
+        ),
+        (
+            ["run.validate_policy=old", "train.old_decay=copy"],
+            ["run.validate_policy", "train.old_decay = 'copy' keeps no such weights: set train.old_decay"],
+        ),
         (["train.seeds_used=2", "train.updates=17"], ["train.updates = 17", "train.seeds_used = 16 samples"]),
         (["pools.spot.workers=0", "pools.spot.usd_per_h=1"], ['strategy.exploration = "stale"', "pools.spot.workers"]),
         (["train.algorithm=grpo"], ['train.algorithm = "grpo"', 'rollout.sampler = "ode"']),
@@ -470,6 +488,17 @@ def test_settings_that_contradict_each_other_are_refused_by_name(
         ["exploration.seeds_tried=4", "strategy.exploration=off"],
         ["pools.spot.workers=0", "pools.spot.usd_per_h=1", "strategy.exploration=blocking"],
         ["train.algorithm=grpo", "rollout.sampler=sde"],
+        ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[0, 4]", "train.steps_used=4"],
+        ["train.steps_used=5"],
+        ["train.algorithm=grpo", "rollout.sampler=sde", "exploration.reuse=true", "strategy.exploration=off"],
+        ["train.algorithm=dpo", "train.dpo_pairs=1", "train.updates=8"],
+        ["train.updates=64"],
+        ["train.seeds_used=8"],
+        ["rollout.prompts_ahead=8", "strategy.exploration=off"],
+        ["exploration.prompts=8"],
+        ["run.validate_policy=old"],
+        ["run.validate_policy=average", "train.ema_decay=0.9"],
+        ["rollout.sampler=cps", "rollout.noise_level=1"],
         ["rollout.sampler=cps", "rollout.sde_window=[6, 7]", "rollout.steps=8"],
         ["rollout.sampler=ode", "rollout.sde_window=[9, 9]"],
     ],
@@ -607,6 +636,9 @@ def test_guidance_with_nft_is_doubted(file: Path) -> None:
     assert load(file).doubts == load(file, ["rollout.guidance=4", "train.algorithm=awm"]).doubts == ()
 
 
+SD3 = ["model.name=sd3", "model.path=x", "model.height_px=64", "model.width_px=64", "reward.name=scene-ocr"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -615,7 +647,7 @@ def test_guidance_with_nft_is_doubted(file: Path) -> None:
         (["train.steps_used=2"], 'train.steps_used = 2 with train.algorithm = "nft" counts nothing'),
         (["train.algorithm=dpo", "train.kl=0.1"], "train.kl = 0.1 with Diffusion-DPO counts nothing"),
         (
-            ["model.name=sd3", "model.path=x", "model.height_px=64", "model.width_px=64", "reward.name=scene-ocr"],
+            SD3,
             "train.learning_rate = 0.0003 with train.lora_rank = 0: all weights are trained, at the rate of a LoRA",
         ),
     ],
@@ -631,6 +663,11 @@ def test_training_that_is_probably_not_meant_is_doubted(file: Path, overrides: l
     [
         ["train.lora_alpha=64", "train.lora_rank=32"],
         ["train.algorithm=grpo", "rollout.sampler=sde", "train.steps_used=1"],
+        ["train.algorithm=grpo", "rollout.sampler=sde", "train.old_decay=delayed"],
+        ["train.algorithm=dpo"],
+        ["train.kl=0.1"],
+        [*SD3, "train.lora_rank=32"],
+        [*SD3, f"train.learning_rate={ALL_WEIGHTS_RATE}"],
         ["exploration.seeds_tried=8", "exploration.request_seeds=8"],
     ],
 )
@@ -816,6 +853,9 @@ def test_of_several_rewards_none_has_more_beside_it(tmp_path: Path) -> None:
     for reward in ([{"name": "ocr"}, nested], [nested, {"name": "ocr"}], {"name": "ocr", "also": [nested]}):
         with pytest.raises(SpotlightError, match="write them one after the other"):
             resolve(tree | {"reward": reward}, tmp_path)
+    for no_table in ([], [1]):
+        with pytest.raises(SpotlightError, match=r"reward = \[.*\], but it is a section; it has 'also'"):
+            resolve(tree | {"reward": no_table}, tmp_path)
     with pytest.raises(SpotlightError, match=r"\[reward\] has no field 'foo'"):
         resolve(tree | {"reward": {"name": "ocr", "also": [{"name": "ocr", "also": [{"foo": 1}]}]}}, tmp_path)
 
@@ -829,9 +869,9 @@ def test_one_of_several_rewards_is_changed_in_the_file(file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ('strategy.rollout_pools=["spot","spot"]', "['spot', 'spot'] names one twice"),
-        ('tracking.to=["wandb","wandb"]', "names one twice"),
-        ('pools.spot.notices="sigterm"', """pools.*.notices = 'sigterm': give a list, as in ["sigterm"]"""),
+        ('strategy.rollout_pools=["spot","spot"]', "strategy.rollout_pools = ['spot', 'spot']: names one twice"),
+        ('tracking.to=["wandb","wandb"]', "tracking.to = ['wandb', 'wandb']: names one twice"),
+        ('pools.spot.notices="sigterm"', """pools.spot.notices = 'sigterm': expected a list, such as ["sigterm"]"""),
     ],
 )
 def test_what_is_no_list_of_different_names_is_refused(file: Path, override: str, said: str) -> None:

@@ -209,7 +209,9 @@ def test_panels_that_have_nothing_to_draw_say_so_and_draw_nothing() -> None:
     panels: tuple[Any, ...] = Learning(facts), Planner(facts)
     found = []
 
-    for rows in ([], [{"kind": "iteration", "id": 0, "reward_mean": 0.5, "reward_std": 0.1}, EXPLORED]):
+    unexplored = {"kind": "iteration", "id": 0, "reward_mean": 0.5, "reward_std": 0.1, "fidelity": 0.8}
+    explored = unexplored | {"id": 1, "rank_correlation": 0.8, "variance_kept": 0.1, "variance_equal": 0.1}
+    for rows in ([], [unexplored], [explored, EXPLORED]):
         facts.take(rows)
         for panel in panels:
             panel.update()
@@ -220,9 +222,10 @@ def test_panels_that_have_nothing_to_draw_say_so_and_draw_nothing() -> None:
         (True, "<p>No iteration is finished yet.</p>", False, False, False),
         (True, "<p>Nothing was explored yet.</p>", False),
     ]
-    assert found[2][0] is False
-    assert found[2][2:] == (True, True, True)
-    assert found[3][2:] == (True,)
+    assert found[2][0] is found[4][0] is False
+    assert found[2][2:] == (True, False, False)
+    assert found[4][2:] == (True, True, True)
+    assert found[5][2:] == (True,)
 
 
 def test_work_at_reserved_prices_stands_beside_what_was_spent_by_the_same_moment() -> None:

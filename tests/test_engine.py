@@ -73,7 +73,7 @@ from spotlight.store.creating import create_run
 from spotlight.store.latents import MissingLatents, StaleEpoch
 from spotlight.store.objects import StoreError
 from spotlight.store.rundir import RunDir
-from spotlight.store.weights import PARTS, load, publish
+from spotlight.store.weights import PARTS, load, publish, stage
 
 
 @pytest.fixture
@@ -229,6 +229,25 @@ def test_truncated_weights_are_refused_with_the_file_named(run: RunDir, request_
 
     with pytest.raises(SpotlightError, match=r"old\.safetensors"):
         Engine(run.path).rollout(request_)
+
+
+def test_an_engine_keeps_the_two_latest_versions_that_it_used_and_no_earlier_one(
+    run: RunDir, context: RunContext
+) -> None:
+    resident = Engine(run.path).resident
+    versions = [context.start]
+    for version in (1, 2):
+        stage(run.path, version, resident.model.trainable(), {}, {})
+        versions.append(publish(run.path, version).weights)
+    for ref in versions:
+        resident.use(ref)
+
+    shutil.rmtree(run.path / "weights")
+
+    resident.use(versions[1])
+    resident.use(versions[2])
+    with pytest.raises(SpotlightError, match="v00000"):
+        resident.use(versions[0])
 
 
 def test_a_missing_reward_is_replaced_by_a_fresh_seed_of_its_prompt(run: RunDir, request_: Request) -> None:
@@ -771,6 +790,7 @@ def test_training_in_parts_gives_the_same_bytes_whoever_does_them_and_however_of
             sums.append(tuple(map(add, range(slices))) if slices > 1 else gradients[u])
             after = updated.weights_sha256 if updated else ""
             for who in of_updates[u]:
+                engines[who].resident.use(context.start)  # as what it rolled out in between did
                 updated = engines[who].update(context.start, gradients, sums, 0, after)
         published.append(publish(run.path, 1).weights)
         late = training.add_gradients(str(run.path), context.start, 0, gradients[0], 0)

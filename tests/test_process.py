@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import os
 import pickle
@@ -32,7 +33,7 @@ from cluster.worker.process import own_fork_server, own_fork_server_pid
 from factories import make_request
 from graphs.requests import rollout_requests, unexplored
 from graphs.tasks.context import prepare
-from runs import settings_file
+from runs import settings_file, wait_for
 from spotlight import config
 from spotlight.background import _explain
 from spotlight.device import process as device_process
@@ -125,6 +126,50 @@ def test_a_programs_own_fork_server_is_not_taken_for_the_own_fork_server() -> No
 
     own, ours = map(int, told.stdout.split())
     assert 0 < own != ours > 0
+
+
+STOPPED = """
+import sys, time
+from pathlib import Path
+from cluster.worker.process import own_fork_server
+from spotlight.device.process import EngineProcess
+engine = EngineProcess(own_fork_server(), 0, node=Path(sys.argv[1]), hang_after_s=60)
+print(engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_engine_that_is_stopped_ends_with_its_worker_that_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as worker:
+        try:
+            assert worker.stdout
+            engine = psutil.Process(int(worker.stdout.readline()))
+            wait_for(lambda: engine.num_threads() > 1, worker)  # one takes orders
+            engine.suspend()
+        finally:
+            worker.kill()
+
+    wait_for(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
+
+
+class SayCall:
+    verb = "say"
+
+    def on(self, device: object, run_dir: str) -> None:
+        os.write(1, b"to stdout")
+        os.write(2, b"to stderr")
+
+
+def test_what_an_engine_writes_goes_where_its_worker_writes(
+    engine: EngineProcess, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The parent that it is forked from, here since the first engine, writes elsewhere."""
+    other = EngineProcess(own_fork_server(), 1, node=engine._node, hang_after_s=HANG_AFTER_S)
+    say: Any = SayCall()
+    other.call("", say, lambda beat: None)
+    other.close()
+
+    assert capfd.readouterr() == ("to stdout", "to stderr")
 
 
 class EnvironmentCall:
@@ -508,6 +553,30 @@ def test_a_call_that_takes_longer_than_it_may_is_ended_and_the_next_one_finds_an
     assert engine.pid != before
     call: Any = EnvironmentCall()
     assert engine.call(str(run.path), call, lambda beat: None, limit_s=60.0)
+
+
+class BeatsOnceCall:
+    verb = "work"
+
+    def on(self, device: Any, run_dir: str) -> str:
+        device._on_beat(Beat())
+        time.sleep(3.6)
+        return "done"
+
+
+def test_time_in_which_the_caller_was_paused_ends_no_call(tmp_path: Path) -> None:
+    def pause(beat: Beat) -> None:
+        whole_process = ctypes.PyDLL(None)  # whose calls keep the interpreter's lock
+        threading.Thread(target=whole_process.usleep, args=(3_000_000,)).start()
+
+    first: Any = EnvironmentCall()
+    call: Any = BeatsOnceCall()
+    engine = EngineProcess(own_fork_server(), 0, node=tmp_path, hang_after_s=2.0)
+    try:
+        engine.call("", first, lambda beat: None)  # now it is up
+        assert engine.call("", call, pause, limit_s=2.0) == "done"
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("scores_only", [False, True])

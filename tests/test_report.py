@@ -30,9 +30,9 @@ from spotlight.records import Prompt, Quarantined, SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 from spotlight.report.facts import COLUMNS, LANES_MAX, read
 from spotlight.report.money import WASTE, bought, rows
-from spotlight.report.page import HIDDEN, METRICS
+from spotlight.report.page import HIDDEN, METRICS, _cards
 from spotlight.report.pictures import _target
-from spotlight.report.plots import spending_plot
+from spotlight.report.plots import money_plot, spending_plot, timeline_plot
 from spotlight.run import Run
 from spotlight.shell import main
 from spotlight.simulation import Learning, Simulation
@@ -198,6 +198,16 @@ def test_the_headline_repeats_the_summary(finished: Path) -> None:
     assert "Not in this run directory" not in page
 
 
+def test_a_run_for_less_than_a_cent_has_its_cost_in_the_headline(finished: Path) -> None:
+    facts = read(finished)
+    assert facts.summary
+
+    cards = _cards(replace(facts, summary=replace(facts.summary, usd=0.0041, usd_reserved_only=0.0123)))
+
+    assert "$0.0041" in cards
+    assert "$0.0123 (3.0 ×)" in cards
+
+
 def test_every_worker_and_phase_is_on_the_page_in_its_colour(finished: Path) -> None:
     page = (finished / "report.html").read_text(encoding="utf-8")
 
@@ -224,7 +234,7 @@ def test_of_many_workers_the_page_counts_all_and_shows_some_of_every_pool(tmp_pa
 
     assert len(shown) <= LANES_MAX < len(every)
     assert ("reserved", "reserved-0") in shown
-    assert f"a lane for each of {len(shown)} of its {len(every)} workers" in page
+    assert f"a lane for each of {len(shown)} of its {len(every)} workers, evenly chosen, in" in page
     assert set(re.findall(r'"(spot-\d+)"', page)) == {worker for pool, worker in shown if pool == "spot"}
 
 
@@ -240,6 +250,33 @@ def test_of_a_long_run_a_few_iterations_are_shown_closely(tmp_path: Path, monkey
     assert 0 < len(shown) < len(facts.spans) / 2
     assert all(span.stop_s > start_s and span.start_s < stop_s for span in shown)
     assert any(span.outcome == "lost" for span in shown)
+    assert "a lane for each of its 4 workers, in the iterations" in page_of(facts.dir)
+
+
+def test_the_closer_look_is_around_the_first_loss_or_else_in_the_middle(tmp_path: Path) -> None:
+    facts = read(write_run(tmp_path / "run", iterations=20))
+    first_end_s = 1 + 2.2 + TRAIN_S
+    (lost,) = (span for span in facts.spans if span.outcome == "lost")
+
+    def zoom(*losses_s: float) -> list[int]:
+        """Iterations whose training ends where the closer look begins and ends."""
+        spans = [*(replace(lost, stop_s=at_s) for at_s in losses_s), *(span for span in facts.spans if span != lost)]
+        return [round((at_s - first_end_s) / ITERATION_S) for at_s in replace(facts, spans=spans).zoom()]
+
+    assert zoom() == [8, 12]
+    assert zoom(first_end_s + 4.5 * ITERATION_S, first_end_s + 9.5 * ITERATION_S) == [3, 7]
+    assert zoom(0.5) == [0, 4]
+    assert zoom(facts.whole[1]) == [15, 19]
+    short = read(write_run(tmp_path / "short", iterations=5))
+    assert short.zoom() == short.whole
+
+
+def test_the_seconds_of_a_run_of_days_are_written_out(finished: Path) -> None:
+    facts = read(finished)
+
+    axes = [plot.xaxis[0] for plot in (*timeline_plot(facts).children, money_plot(facts))]
+
+    assert [axis.formatter.use_scientific for axis in axes] == [False, False, False]  # by default 1.000e+5
 
 
 def test_the_counted_workers_are_those_of_the_records(finished: Path) -> None:
@@ -248,10 +285,38 @@ def test_the_counted_workers_are_those_of_the_records(finished: Path) -> None:
     at_s, counts = facts.counts()
 
     step_s = at_s[1] - at_s[0]
+    assert counts.keys() - {"idle"} == {base_phase(span.phase) for span in facts.spans}
     for phase, spans in facts.by_phase().items():
         assert counts[phase].sum() * step_s == pytest.approx(sum(span.stop_s - span.start_s for span in spans))
     stays_s = sum(stop_s - start_s for _, (start_s, stop_s) in facts.alive())
     assert np.sum(list(counts.values())) * step_s == pytest.approx(stays_s)
+
+
+def test_workers_and_phases_are_in_the_order_that_people_expect(tmp_path: Path) -> None:
+    facts = read(write_run(tmp_path / "run", iterations=2, spots=11))
+    spans = [*(replace(span, phase="later") for span in facts.spans[:1]), *facts.spans[::-1]]
+    mixed = replace(facts, spans=spans, workers=facts.workers[::-1])
+
+    assert mixed.lanes() == [("reserved", "reserved-0"), *(("spot", f"spot-{n}") for n in range(12))]
+    assert [*mixed.by_phase()] == ["rollout", "score", "train", "publish", "explore", "explore-score", "later"]
+    assert [*mixed.money()[1]] == ["reserved", "spot"]
+
+
+def test_images_from_outside_of_the_run_are_not_shown(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", iterations=1)
+    facts = read(run_dir)
+    within = facts.validation[0]
+    (run_dir / within.images).rename(tmp_path / "other.npz")
+
+    assert validation_images(tmp_path / "other.npz")
+    assert facts.images(replace(within, images="../other.npz")) is None
+    assert facts.images(facts.validation[-1])
+
+
+def test_bands_show_when_a_worker_trained_and_nothing_else(finished: Path) -> None:
+    lasted_s = [stop_s - start_s for start_s, stop_s in read(finished).training()]
+
+    assert lasted_s == pytest.approx([TRAIN_S] * 8)
 
 
 @pytest.mark.parametrize("name", ["reward", "timeline", "before-after"])
@@ -283,7 +348,7 @@ def test_without_a_summary_the_records_are_added_up(tmp_path: Path) -> None:
 
     page = page_of(run_dir)
 
-    assert f"${usd:.2f}" in page
+    assert f"${usd:.4f}" in page
     assert "first image after" not in page  # only the driver knows it
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from factories import make_request as request
 from spotlight.device.signals import (
+    GANGS_MAX,
     ORDERS,
+    PLACES_MAX,
     CallOff,
     Clear,
     CloseExploration,
@@ -83,6 +85,31 @@ def test_exploration_once_closed_stays_closed() -> None:
     assert signals.check(request(run="r", purpose="explore", iteration=3))
     assert signals.check(request(run="r", purpose="explore", iteration=4)) is None
     assert signals.check(request(run="r", purpose="rollout", iteration=3)) is None
+
+
+def test_a_run_that_is_resumed_explores_again_what_an_earlier_session_closed() -> None:
+    signals = Signals()
+    signals.obey(CloseExploration(run="mine", iteration=3))
+    signals.obey(CloseExploration(run="other", iteration=3))
+
+    signals.obey(Clear(run="mine"))
+
+    assert signals.check(request(run="mine", purpose="explore", iteration=3)) is None
+    assert signals.check(request(run="other", purpose="explore", iteration=3))
+
+
+def test_what_nobody_asks_for_any_more_is_forgotten_earliest_first() -> None:
+    signals = Signals()
+    last = GANGS_MAX
+    places = [Placement(gang=f"g{n}", epoch=1, rank=0, width=2) for n in range(last + 1)]
+
+    for place in places:
+        signals.obey(CallOff(gang=place.gang, epoch=1))
+        signals.obey(PlaceShard(gang=place.gang, shard=0, placement=place))
+
+    assert [signals.is_called_off(places[n]) for n in (0, 1, last)] == [False, True, True]
+    kept = (last - PLACES_MAX, last - PLACES_MAX + 1, last)
+    assert [signals.was_told(f"g{n}", 0) for n in kept] == [False, True, True]
 
 
 def test_only_formings_up_to_the_one_named_end() -> None:

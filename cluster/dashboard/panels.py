@@ -151,6 +151,8 @@ class Learning(_Redrawn):
         *("reward_mean", "explored_reward_mean", "rank_correlation"),
         *("fidelity", "variance_kept", "variance_equal"),
     )
+    NEEDED = ("reward_mean", "variance_kept", "rank_correlation")
+    """Of each plot, the curve without which it is not shown: a run that explores nothing has the first alone."""
 
     def __init__(self, facts: Facts, *, title: str = "") -> None:
         super().__init__(facts)
@@ -164,7 +166,8 @@ class Learning(_Redrawn):
         self.root = column(self._said, *self._plots, sizing_mode="stretch_width")
 
     def _rewards(self, title: str) -> Plot:
-        plot = empty_plot(200, tools="xpan,reset,save", title=title, y_axis_label="reward")
+        plot = empty_plot(220, tools="xpan,reset,save", title=title, y_axis_label="reward")
+        plot.xaxis.axis_label = "iteration; for validation, weights version"
         train = PHASE_COLOURS["train"]
         plot.varea("k", "low", "high", source=self._rows, color=train, alpha=0.12, legend_label="± std")
         self._line(plot, "reward_mean", train, "trained samples")
@@ -190,16 +193,15 @@ class Learning(_Redrawn):
         return plot
 
     def _ranks(self) -> Plot:
-        plot = self._small("ranking", height=155)
+        plot = self._small("ranking")
         plot.y_range = Range1d(start=-0.05, end=1.05)
         self._line(plot, "rank_correlation", PHASE_COLOURS["rollout"], "rank correlation")
         self._line(plot, "fidelity", PHASE_COLOURS["train"], "fidelity that the planner believes in", "dashed")
-        plot.xaxis.axis_label = "iteration; for validation, weights version"
         legend_above(plot)
         return plot
 
-    def _small(self, label: str, height: int = 135) -> Plot:
-        plot = empty_plot(height, tools="xpan,reset,save", x_range=self._x_range, y_axis_label=label)
+    def _small(self, label: str) -> Plot:
+        plot = empty_plot(135, tools="xpan,reset,save", x_range=self._x_range, y_axis_label=label)
         plot.xaxis.ticker.min_interval = 1
         return plot
 
@@ -225,8 +227,8 @@ class Learning(_Redrawn):
     def _draw_iterations(self) -> None:
         rows, nothing = self._facts.rows("iteration"), float("nan")
         self._said.visible = not rows
-        for plot in self._plots:
-            plot.visible = bool(rows)  # without rows it is blank, but for its legend
+        for plot, curve in zip(self._plots, self.NEEDED, strict=True):
+            plot.visible = any(curve in row for row in rows)  # else it is blank, but for its legend
         data: dict[str, Any] = {name: [row.get(name, nothing) for row in rows] for name in self.CURVES}
         data["k"] = [row["id"] for row in rows]
         data["low"] = [row["reward_mean"] - row["reward_std"] for row in rows]
@@ -263,7 +265,7 @@ class Planner(_Redrawn):
     def _redraw(self) -> None:
         latest = self._facts.latest("prompts")
         rows = list(reversed(latest.get("prompts", [])))
-        names = [_label(row, number) for number, row in enumerate(rows)]
+        names = [_label(row) for row in rows]
         self._range.factors = names
         self.plot.height = 60 + 15 * max(4, len(rows))
         self.plot.visible = bool(rows)
@@ -287,7 +289,7 @@ def _spent(latest: Mapping[str, Any]) -> str:
     )
 
 
-def _label(row: Mapping[str, Any], number: int) -> str:
+def _label(row: Mapping[str, Any]) -> str:
     """Label of a prompt, unique within its plot."""
     wanted = text.target(row["prompt"]) if row["prompt"] else ""
     return f"{wanted[:18]}{'…' if len(wanted) > 18 else ''} #{row['id']}" if wanted else f"#{row['id']}"

@@ -46,7 +46,7 @@ def _of_training(settings: Config) -> Iterator[str]:
             f"rollout.guidance = {rollout.guidance:g} with DiffusionNFT: a guided velocity is fitted to samples as if "
             "it were the flow's own, and published recipes draw and train without guidance; set rollout.guidance = 1"
         )
-    if train.keeps_old and train.old_decay == "delayed" and settings.validation_policy == "old":
+    if train.old_decay == "delayed" and settings.validation_policy == "old":
         yield (
             'train.old_decay = "delayed" without train.ema_decay: after some 200 updates the older policy, which is '
             "validated and exported, moves by a thousandth an iteration; set train.ema_decay = 0.9, as the published "

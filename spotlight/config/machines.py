@@ -51,12 +51,6 @@ class SlurmSection(Section):
     """More options of sbatch, such as "--qos=low"."""
 
 
-def _a_list(value: Any) -> Any:
-    if isinstance(value, str):
-        raise ValueError(f'pools.*.notices = {value!r}: give a list, as in ["{value}"]')
-    return value
-
-
 class PoolSection(Section):
     """Workers of one kind: what they cost, and when they come and go.
 
@@ -80,7 +74,7 @@ class PoolSection(Section):
     """How long the pool waits before it replaces a lost worker; along a trace, that says when."""
     workers_per_node: int = Field(8, ge=1, le=WIDTH_MAX)
     """Workers that share a machine, its memory and its links; gangs do not span machines."""
-    notices: Annotated[tuple[str, ...], BeforeValidator(_a_list)] = ("sigterm",)
+    notices: tuple[str, ...] = ("sigterm",)
     """Where a worker learns that its machine will be taken away: "sigterm", "sigusr1", "file:PATH", "aws", "gcp",
     "azure"; the clouds also with the base URL of their metadata service, as in "aws:http://127.0.0.1:1234". A file is a
     notice for as long as it is there, for each worker that starts, too; its path is best absolute, or else relative to

@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 def distinct(names: tuple[T, ...]) -> tuple[T, ...]:
     if len(set(names)) < len(names):
-        raise ValueError(f"{list(names)} names one twice")
+        raise PydanticCustomError("distinct", "names one twice")
     return names
 
 

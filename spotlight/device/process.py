@@ -214,7 +214,6 @@ class EngineProcess:
                 continue
             patience, heard_s = value.patience, now_s
             on_beat(value)
-            looked_s = time.monotonic()
 
     def _received(self) -> tuple[str, Any]:
         """A message that has begun to come.

@@ -23,8 +23,8 @@ from bokeh.resources import Resources
 from spotlight.config import Config, ModelSection, PaceSection, PoolSection
 from spotlight.device.learning_model import MODEL
 from spotlight.market.ledger import AT_RESERVED_PRICES, Ledger, spot_utilisation
-from spotlight.report.facts import Facts, read
-from spotlight.report.money import bought, rows, simulation
+from spotlight.report.facts import LANES_MAX, Facts, read
+from spotlight.report.money import bought, dollars, rows, simulation
 from spotlight.report.palette import FAINT, INK, PHASE_COLOURS, RULE
 from spotlight.report.pictures import write_pictures
 from spotlight.report.plots import money_plot, reward_plot, spending_plot, timeline_plot
@@ -174,8 +174,10 @@ def _timeline(facts: Facts, plot: str) -> str:
     if not facts.is_crowded():
         note = TIMELINE_NOTE if facts.zoom() == facts.whole else OVERVIEW_NOTE
         return _section("What every worker did", note.format(lanes=lanes), plot)
-    shown, all_of_them = len(facts.closer().lanes()), len(facts.lanes())
-    return _section("What the workers did", CROWDED_NOTE.format(shown=shown, all=all_of_them, lanes=lanes), plot)
+    shown, every = len(facts.closer().lanes()), len(facts.lanes())
+    which = f"{shown} of its {every:,} workers" if shown < every else f"its {every} workers"
+    chosen = ", evenly chosen" if every > LANES_MAX else ""
+    return _section("What the workers did", CROWDED_NOTE.format(which=which, chosen=chosen, lanes=lanes), plot)
 
 
 def _reward_note(settings: Config) -> str:
@@ -263,7 +265,7 @@ def _cards(facts: Facts) -> str:
     cards = [
         (
             "Validation score",
-            f"{_number(before, '.2f')} → {_number(after, '.2f')}",
+            f"{_score(before)} → {_score(after)}",
             "not measured yet" if unknown else f"{after - before:+.2f} on held-out prompts",
         ),
         (
@@ -274,8 +276,8 @@ def _cards(facts: Facts) -> str:
         ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations:,} asked for"),
         (
             "Cost",
-            _number(usd, ",.2f", "$"),
-            f"{AT_RESERVED_PRICES}: {_number(alone, ',.2f', '$')}{times}",
+            dollars(usd),
+            f"{AT_RESERVED_PRICES}: {dollars(alone)}{times}",
         ),
         ("Spot workers busy", busy, "of the seconds that were paid for"),
         ("Preemptions", str(known["preemptions"]), f"spot workers lost on the way{_reserved_too(lost)}"),
@@ -298,8 +300,8 @@ def _about_time(first_image_s: float | None, facts: Facts) -> Iterator[str]:
         yield f"{_duration(float(lost.sum()))} of it lost: the run was paused"
 
 
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else unit + format(value, form)
+def _score(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _duration(seconds: float | None) -> str:
@@ -404,8 +406,8 @@ OVERVIEW_NOTE = (
     "One lane per worker. {lanes}Drag to move, drag the window in the small picture, or hold ctrl and use the wheel."
 )
 CROWDED_NOTE = (
-    "Above, how many workers did what in the whole run. Below, a lane for each of {shown} of its {all:,} workers, "
-    "evenly chosen, in the iterations that are framed above. {lanes}"
+    "Above, how many workers did what in the whole run. Below, a lane for each of {which}{chosen}, in the iterations "
+    "that are framed above. {lanes}"
 )
 GRID_NOTE = (
     "The text that each held-out prompt asks for, drawn with its first seed before and after training; rewards below."

@@ -17,7 +17,7 @@ WRAPPED = ":host { max-width: 100%; } .bk-grid.bk-grid { display: flex; flex-wra
 
 def empty_plot(height: int, **options: Any) -> Plot:
     """An empty plot in the style of the report and the live page."""
-    plot = figure(height=height, sizing_mode="stretch_width", toolbar_location="right", **options)
+    plot: Plot = figure(height=height, sizing_mode="stretch_width", toolbar_location="right", **options)
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
     plot.outline_line_color = None
@@ -28,6 +28,7 @@ def empty_plot(height: int, **options: Any) -> Plot:
     plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = "12px"
     plot.axis.major_label_text_color = plot.axis.axis_label_text_color = FAINT
     plot.axis.axis_label_text_font_style = "normal"
+    plot.xaxis.formatter.use_scientific = False  # Bokeh writes 100,000 seconds, 28 hours, as 1.000e+5
     for axis in plot.axis:
         if not isinstance(axis, CategoricalAxis):  # of names, none may be missing
             axis.major_label_policy = NoOverlap()
