@@ -161,7 +161,7 @@ def test_only_workers_of_the_same_environment_share_a_parent(monkeypatch: pytest
     mine = fork_server.place()
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    monkeypatch.syspath_prepend("/tmp/dask-scratch-space/worker-7")
+    monkeypatch.setattr(sys, "path", ["/tmp/dask-scratch-space/worker-7", *sys.path, Path("/elsewhere")])
     assert fork_server.place() == mine
 
     monkeypatch.setenv("HF_HOME", "/elsewhere")

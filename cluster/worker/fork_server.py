@@ -95,8 +95,8 @@ def place() -> Path | None:
 
 
 def _modules() -> list[str]:
-    """``sys.path`` without this worker's own folder."""
-    return [path for path in sys.path if OWN_FOLDER not in path]
+    """Where modules are found, without this worker's own folder."""
+    return [path for path in janitor.module_path() if OWN_FOLDER not in path]
 
 
 def continue_fork_server() -> bool:
