@@ -74,9 +74,10 @@ asyncio.run(listen())
     assert process.returncode == 0
 
 
-def test_a_file_that_says_when_and_why_is_believed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [int, float])
+def test_a_file_that_says_when_and_why_is_believed(tmp_path: Path, number: Callable[[float], float]) -> None:
     path = tmp_path / "notice.json"
-    path.write_text(json.dumps({"deadline_s": DEADLINE_S, "reason": "maintenance"}))
+    path.write_text(json.dumps({"deadline_s": number(DEADLINE_S), "reason": "maintenance"}))
 
     notice = hear(f"file:{path}")
 
