@@ -166,3 +166,12 @@ def test_only_workers_of_the_same_environment_share_a_parent(monkeypatch: pytest
 
     monkeypatch.setenv("HF_HOME", "/elsewhere")
     assert fork_server.place() != mine
+
+
+def test_two_users_of_the_same_environment_share_no_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `docker exec --user`: the second could not use what is the first one's."""
+    mine = fork_server.place()
+
+    monkeypatch.setattr(os, "getuid", lambda: 1001)
+
+    assert fork_server.place() != mine

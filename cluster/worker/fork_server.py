@@ -3,7 +3,8 @@
 It lives in a directory of node memory: a socket, on which it is asked for processes, and a pipe that every worker
 keeps open for writing. When the last of them is gone, however it ended, the pipe ends; then the parent ends too, and
 with it the system kills whatever was forked from it. Only workers that would have started the same parent share one:
-with the same programs, environment, processors, and, since Slurm and containers bound those, groups and namespaces.
+with the same user, programs, environment, processors, and, since Slurm and containers bound those, groups and
+namespaces.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def place() -> Path | None:
         return None
     programs = [spotlight.__version__, sys.executable, *_modules()]
     environment = sorted((name, value) for name, value in os.environ.items() if name not in OWN)
-    known = repr((programs, environment, bounds, sorted(os.sched_getaffinity(0))))
+    known = repr((os.getuid(), programs, environment, bounds, sorted(os.sched_getaffinity(0))))
     root = shared_root(f"parent-{sha256(known.encode()).hexdigest()[:16]}")
     return root if len(os.fsencode(root / "socket")) <= SOCKET_BYTES else None
 
