@@ -6,16 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
-from distributed import Client, Scheduler, Status, Worker
+from distributed import Client, Reschedule, Scheduler, Status, Worker
 
 from cluster.dispatch import stall
 from cluster.dispatch.rules import WATCH_S, Rules
 from cluster.messages import ORDER, PLACE, READY, REFUSED
 from cluster.scheduler.plugin import DispatchPlugin
+from cluster.worker.device import WorkerDevice
+from spotlight.device.process import EngineLost
 
 WAIT_S = 30.0
 RULES = Rules()
@@ -33,13 +36,13 @@ class Live:
         assert isinstance(plugin, DispatchPlugin)
         return plugin
 
-    async def worker(self, name: str, **resources: float) -> Worker:
+    async def worker(self, name: str | int, **resources: float) -> Worker:
         worker = Worker(
             self.scheduler.address, name=name, nthreads=1, resources=resources, dashboard=False, memory_limit=0
         )
         return await self._stack.enter_async_context(worker)
 
-    async def member(self, name: str, pool: str, *, foreign_s: float = 0.0) -> Worker:
+    async def member(self, name: str | int, pool: str, *, foreign_s: float = 0.0) -> Worker:
         """
         Args:
             foreign_s: how long it is busy with what is no task of the run when it joins.
@@ -50,7 +53,7 @@ class Live:
         await worker.set_resources(engine=1)
         worker.stream_handlers[ORDER] = worker.stream_handlers[PLACE] = _ignore
         worker.batched_send({"op": READY, "session": "s", "pool": pool, "node": "n"})
-        await until(lambda: name in self.plugin.snapshot().workers)
+        await until(lambda: str(name) in self.plugin.snapshot().workers)
         return worker
 
     async def occupy(self, worker: Worker, seconds: float) -> None:
@@ -114,6 +117,25 @@ def test_workers_that_take_no_part_are_sent_no_orders() -> None:
             return other.status, found
 
     assert asyncio.run(stopped()) == (Status.running, 2)
+
+
+def test_engines_that_a_worker_whose_name_is_a_number_loses_are_counted() -> None:
+    """As those of a `LocalCluster`."""
+
+    def sick(*_: object) -> None:
+        raise EngineLost("signal 9")
+
+    async def lost() -> None:
+        async with live() as there:
+            worker, engine, node = await there.member(0, "spot"), cast(Any, SimpleNamespace(call=sick)), cast(Any, None)
+            doing = asyncio.create_task(there.rolled_out(1))
+            await until(lambda: worker.state.executing_count)
+            with pytest.raises(Reschedule):
+                await asyncio.to_thread(WorkerDevice(worker, engine, node, quarantine_after=5).prepare, "")
+            await until(lambda: there.plugin.shown.state.roster.by_name["0"].engines_lost)
+            await doing
+
+    asyncio.run(lost())
 
 
 @pytest.mark.parametrize("tasks", [2, 40])

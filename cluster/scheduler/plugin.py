@@ -254,7 +254,9 @@ class DispatchPlugin(SchedulerPlugin):
         self._tell(GangBeat(at_s=self._clock(), gang=gang, epoch=epoch, step=step, steps=steps, resumed=resumed))
 
     def _lost_engine(self, worker: str, gang: str, reason: str, **_: Any) -> None:
-        self._tell(EngineGone(at_s=self._clock(), worker=worker, gang=gang, reason=reason))
+        state = self._scheduler.workers.get(worker)
+        if state is not None:
+            self._tell(EngineGone(at_s=self._clock(), worker=str(state.name), gang=gang, reason=reason))
 
     def _notice(self, worker: str, reason: str, **_: Any) -> None:
         self._tell(WorkerNoticed(at_s=self._clock(), address=worker, reason=reason))
