@@ -297,6 +297,18 @@ def test_a_job_that_failed_is_told_of_with_its_exit_and_its_last_words(tmp_path:
 
 
 @pytest.mark.usefixtures("slurm")
+def test_a_job_that_was_killed_is_told_of_with_its_signal_whatever_its_run_is_called(tmp_path: Path) -> None:
+    (log := tmp_path / 'the "last" 50%, really' / "slurm").mkdir(parents=True)
+    script = f"#!/bin/sh\n#SBATCH {slurm_jobs.output_line(log.parent, 'spot-0')}\necho begun\nkill -9 $$\n"
+    job = slurm_jobs.sbatch(script, "--parsable", "--partition=reserved", where="here")
+    eventually(lambda: "JobState=FAILED" in slurms("scontrol", "show", "job", job))
+
+    said = asyncio.run(slurm_jobs.how_it_ended(job, log / f"spot-0-{job}.out"))
+
+    assert said.startswith(f"job {job} ended (FAILED, exit 0:9), and last said: begun; ")
+
+
+@pytest.mark.usefixtures("slurm")
 def test_a_run_whose_driver_waits_in_the_queue_says_so_and_can_be_stopped_and_queued_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
