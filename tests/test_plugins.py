@@ -15,7 +15,7 @@ from distributed import Client, Reschedule, Scheduler, Status, Worker
 
 from cluster.dispatch import stall
 from cluster.dispatch.rules import WATCH_S, Rules
-from cluster.messages import ORDER, PLACE, READY, REFUSED
+from cluster.messages import HEARD_OF, ORDER, PLACE, READY, REFUSED
 from cluster.scheduler.plugin import DispatchPlugin
 from cluster.worker.device import WorkerDevice
 from spotlight.device.process import EngineLost
@@ -117,6 +117,35 @@ def test_workers_that_take_no_part_are_sent_no_orders() -> None:
             return other.status, found
 
     assert asyncio.run(stopped()) == (Status.running, 2)
+
+
+def test_what_a_worker_says_to_an_earlier_start_of_the_run_is_not_taken_for_this_one_s() -> None:
+    """It would be given work, and end none of it when it is told to."""
+
+    async def joined() -> tuple[dict[str, int], int]:
+        async with live() as there:
+            worker = await there.worker("spot-0", spot=1)
+            told = {"session": "before", "pool": "reserved", "node": "n"}
+            worker.batched_send({"op": REFUSED, "session": "before", "reason": "no disk", "lasts": True})
+            worker.batched_send({"op": READY, **told})
+            worker.batched_send({"op": READY, **told, "session": "s", "pool": "spot"})
+            await until(lambda: "spot-0" in there.plugin.snapshot().workers)
+            return dict(there.plugin.snapshot().pools), len(there.scheduler.get_events(HEARD_OF))
+
+    assert asyncio.run(joined()) == ({"spot": 1}, 1)
+
+
+def test_what_others_submit_is_no_task_of_the_run_whatever_they_call_it() -> None:
+    async def known() -> bool:
+        async with live() as there, Client(there.scheduler.address, asynchronous=True, set_as_default=False) as other:
+            there.client, ours = other, there.client
+            waiting = asyncio.create_task(there.rolled_out(1))
+            await until(lambda: there.scheduler.tasks)
+            there.client = ours
+            waiting.cancel()
+            return there.plugin.shown.state.knows(("rollout-0", 0))
+
+    assert not asyncio.run(known())
 
 
 def test_engines_that_a_worker_whose_name_is_a_number_loses_are_counted() -> None:
