@@ -116,7 +116,7 @@ def end_with_this_process(pid: int) -> None:
 
 
 def _join(root: Path) -> _Joined:
-    """Open the pipe to the parent; start one if nobody reads.
+    """Open the pipe to the parent; start one if nobody reads, or it cannot be asked.
 
     Raises:
         SpotlightError: another process has been at it for long.
@@ -126,6 +126,7 @@ def _join(root: Path) -> _Joined:
         with (root / "starting").open("a+") as turn:
             _wait_for(turn)
             try:
+                (root / "socket").stat()
                 alive = os.open(root / "alive", os.O_WRONLY | os.O_NONBLOCK)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENXIO):
