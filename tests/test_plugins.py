@@ -9,11 +9,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
+import dask
 import pytest
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from distributed import Client, Reschedule, Scheduler, Status, Worker
 
 from cluster.dispatch import stall
+from cluster.dispatch.heartbeats import Heartbeats
 from cluster.dispatch.rules import WATCH_S, Rules
 from cluster.messages import HEARD_OF, ORDER, PLACE, READY, REFUSED
 from cluster.scheduler.plugin import DispatchPlugin
@@ -63,11 +65,11 @@ class Live:
         self.plugin.schedule_decision()
         await asyncio.sleep(0.1)
 
-    async def rolled_out(self, requests: int, *, name: str = "rollout-0") -> list[str]:
-        """Names of the workers that did each."""
+    async def rolled_out(self, requests: int, *, name: str = "rollout-0", seconds: float = 0.2) -> list[str]:
+        """Names of the workers that did each, in so many seconds."""
         keys = [(name, index) for index in range(requests)]
         annotations: dict[str, Any] = {"pool": "any", "phase": "rollout", "iteration": 0, "shards": 1, "widths": [1]}
-        calls = {key: (_name_of_worker, key[1]) for key in keys}
+        calls = dict.fromkeys(keys, (_name_of_worker, seconds))
         layer = MaterializedLayer(calls, annotations=annotations | {"resources": {"gate": 1}})
         futures: Any = self.client.get(HighLevelGraph({name: layer}, {name: set()}), keys, sync=False)
         return list(await asyncio.wait_for(self.client.gather(futures), WAIT_S))
@@ -77,10 +79,10 @@ def _ignore(**_: Any) -> None:
     """Takes an order, or a place in a gang."""
 
 
-def _name_of_worker(_: int) -> str:
+def _name_of_worker(seconds: float) -> str:
     from distributed import get_worker
 
-    time.sleep(0.2)
+    time.sleep(seconds)
     return str(get_worker().name)
 
 
@@ -227,6 +229,56 @@ def test_what_waits_for_a_busy_worker_begins_soon_after_it_is_free(paused: bool)
             return done, there.plugin.status()["hopeless"]
 
     assert asyncio.run(run()) == (["spot-0", "spot-0"], "")
+
+
+@pytest.mark.parametrize("foreign_s", [0.0, 1.0])
+def test_a_run_goes_on_where_its_workers_are_at_work_however_long_on_it_or_on_something_else(
+    monkeypatch: pytest.MonkeyPatch, foreign_s: float
+) -> None:
+    monkeypatch.setattr(stall, "GIVE_UP", 1)
+
+    async def said() -> set[str]:
+        async with live(Rules(hang_after_s=0.5)) as there:
+            head = await there.worker("head-1", head=1)
+            head.batched_send({"op": READY, "session": "s", "pool": "head", "node": ""})
+            await there.member("reserved-0", "reserved", foreign_s=foreign_s)
+            doing = asyncio.create_task(there.rolled_out(2, seconds=0.2 if foreign_s else 1.0))
+            found = set[str]()
+            while not doing.done():
+                await asyncio.sleep(0.01)
+                if there.plugin.snapshot().waiting and not doing.done():
+                    found.add(there.plugin.status()["hopeless"])
+            await doing
+            return found
+
+    assert asyncio.run(said()) == {""}
+
+
+def test_what_waits_is_kept_although_dask_s_settings_would_have_it_fail() -> None:
+    async def done() -> list[str]:
+        async with live() as there:
+            waiting = asyncio.create_task(there.rolled_out(1))
+            await asyncio.sleep(0.5)
+            await there.member("spot-0", "spot")
+            return await waiting
+
+    with dask.config.set({"distributed.scheduler.no-workers-timeout": "0.1s"}):
+        assert asyncio.run(done()) == ["spot-0"]
+
+
+def test_a_worker_that_is_nobody_s_business_is_not_ended_though_it_never_says_that_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def evicted() -> list[str]:
+        async with live() as there:
+            for name, pool in (("spot-0", "spot"), ("head-0", "head"), ("somebody-elses", "memory")):
+                await there.worker(name, **{pool: 1})
+            with monkeypatch.context() as patch:
+                patch.setattr(Heartbeats, "overdue_s", lambda *_: 600.0)
+                there.plugin._look_at_unready(0.0, dict.fromkeys(there.scheduler.workers, 0.0))
+            return [each.name for each in there.plugin._evicting]
+
+    assert asyncio.run(evicted()) == ["spot-0"]
 
 
 @pytest.mark.parametrize(
