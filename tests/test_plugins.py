@@ -178,7 +178,7 @@ def test_what_others_submit_never_runs_beside_the_scheduler(tasks: int) -> None:
             await there.worker("head", head=4)
             spot = await there.member("spot-0", "spot")
             await there.occupy(spot, 1.0)
-            futures: Any = there.client.map(_name_of_worker, range(tasks), pure=False)
+            futures: Any = there.client.map(_name_of_worker, [0.2] * tasks, pure=False)
             return set(await asyncio.wait_for(there.client.gather(futures), WAIT_S))
 
     assert asyncio.run(run()) == {"spot-0"}
@@ -245,7 +245,7 @@ def test_a_run_goes_on_where_its_workers_are_at_work_however_long_on_it_or_on_so
             doing = asyncio.create_task(there.rolled_out(2, seconds=0.2 if foreign_s else 1.0))
             found = set[str]()
             while not doing.done():
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)  # at each turn of the loop
                 if there.plugin.snapshot().waiting and not doing.done():
                     found.add(there.plugin.status()["hopeless"])
             await doing

@@ -325,7 +325,7 @@ class DispatchPlugin(SchedulerPlugin):
                 self._dispatch.state.journal.event(now_s, "paused", lost_s=paused_s)
         self._look_for_stall(now_s)
         if self._tell_availability():
-            self.schedule_decision()
+            self._decide()  # at once: to who asks before that, a run whose workers were long busy looks stalled
         self._expect_heartbeats(now_s)
         workers = self._scheduler.workers
         silent = {address: self._heartbeats.silent_s(address, state.last_seen) for address, state in workers.items()}
