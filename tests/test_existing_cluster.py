@@ -389,11 +389,15 @@ def test_a_worker_that_is_warned_leaves_in_order(existing: DaskCluster, begin: B
     ("given", "said"),
     [
         ("nowhere.json", "is neither an address"),
+        ("~nobody-here/scheduler.json", "is neither an address"),
+        ("x" * 300, "is neither an address"),
         ("tcp://192.0.2.1:8786", r"cluster\.insecure = true"),
         ("tcp://127.0.0.1:1", "no scheduler answers there"),
         ("http://head:8786", "http://head:8786: is no address of a Dask scheduler"),
         ("tls://head", "tls://head: names no port: give it as in tls://head:8786"),
         ("tcp://127.0.0.1:99999", "tcp://127.0.0.1:99999: names no port: give it as in tcp://127.0.0.1:8786"),
+        ("tcp://[::1:8786", r"tcp://\[::1:8786: is no address of a Dask scheduler"),
+        ("tcp://head..cluster:8786", r"tcp://head\.\.cluster:8786: anybody who reaches this scheduler"),
     ],
 )
 def test_a_cluster_that_cannot_be_used_is_named_with_the_way_out(
@@ -401,6 +405,13 @@ def test_a_cluster_that_cannot_be_used_is_named_with_the_way_out(
 ) -> None:
     with pytest.raises(SpotlightError, match=said):
         begin(given)
+
+    assert not list(tmp_path.glob("run-*")), "nothing began"
+
+
+def test_a_name_that_no_host_can_have_is_one_where_nobody_answers(begin: Begin, tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match="no scheduler answers there"):
+        begin("tcp://head..cluster:8786", "cluster.insecure=true")
 
     assert not list(tmp_path.glob("run-*")), "nothing began"
 
@@ -502,7 +513,10 @@ def test_a_cluster_of_dask_s_own_classes_is_its_scheduler_and_its_certificates()
         security = certificate()
         options = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "security": security}
         scheduler = {"cls": Scheduler, "options": options}
-        async with SpecCluster(scheduler=scheduler, security=security, asynchronous=True) as cluster:
+        cluster = SpecCluster(scheduler=scheduler, security=security, asynchronous=True)
+        with pytest.raises(SpotlightError, match="has not begun: await it"):
+            where(cluster)
+        async with cluster:
             return where(cluster), cluster.scheduler_address, security
 
     given, address, security = asyncio.run(found())

@@ -22,7 +22,7 @@ from runs import ROOT, wait_for
 from spotlight.records import SpotlightError
 
 WORKER = """
-import sys, threading, time
+import os, sys, threading, time
 from cluster.worker.fork_server import continue_fork_server, end_with_this_process, fork_server, place
 
 def keep():
@@ -31,6 +31,7 @@ def keep():
         continue_fork_server()
 
 threading.Thread(target=keep, daemon=True).start()
+sys.excepthook = lambda *error: sys.__excepthook__(*error) or os._exit(1)  # an engine would be waited for
 for _ in sys.stdin:
     child = fork_server().Process(target=time.sleep, args=(1000,))
     child.start()
@@ -116,8 +117,10 @@ def test_a_parent_whose_place_was_removed_or_that_was_killed_is_followed_by_anot
     second.kill()
     wait_for(lambda: is_gone(second))
     parents.append(worker.engine()[0].parent())
+    (place / "socket").unlink()
+    parents.append(worker.engine()[0].parent())
 
-    assert len(set(parents)) == 3
+    assert len(set(parents)) == 4
 
 
 def test_a_parent_that_was_stopped_goes_on(start: Start) -> None:
@@ -161,8 +164,17 @@ def test_only_workers_of_the_same_environment_share_a_parent(monkeypatch: pytest
     mine = fork_server.place()
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    monkeypatch.syspath_prepend("/tmp/dask-scratch-space/worker-7")
+    monkeypatch.setattr(sys, "path", ["/tmp/dask-scratch-space/worker-7", *sys.path, Path("/elsewhere")])
     assert fork_server.place() == mine
 
     monkeypatch.setenv("HF_HOME", "/elsewhere")
+    assert fork_server.place() != mine
+
+
+def test_two_users_of_the_same_environment_share_no_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `docker exec --user`: the second could not use what is the first one's."""
+    mine = fork_server.place()
+
+    monkeypatch.setattr(os, "getuid", lambda: 1001)
+
     assert fork_server.place() != mine

@@ -24,6 +24,7 @@ from cluster.worker.plugin import SpotlightWorkerPlugin, Terms
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config
 from spotlight.clock import wall_clock
+from spotlight.device.signals import Clear, Stop, order_to_message, signals
 from spotlight.records import Stopped
 from spotlight.store.creating import create_run
 from spotlight.store.node import hold, shared_root, sweep
@@ -232,6 +233,20 @@ def test_a_worker_takes_part_in_the_next_run_though_what_one_left_could_not_be_r
     monkeypatch.setattr(joining.Member, "_opened_at_last", opened)
 
     assert joining.member_name("b") in asyncio.run(join())
+
+
+def test_an_order_to_an_earlier_start_of_the_run_is_not_obeyed(tmp_path: Path) -> None:
+    """As the last one before a run was stopped, and started again at once."""
+    member = object.__new__(joining.Member)
+    member._terms, member._engine = terms(tmp_path, ""), None
+    stop, found = order_to_message(Stop(run="stopped")), []
+
+    for session in ("before", "s"):
+        member._order(session=session, **stop)
+        found.append(signals.is_stopping("stopped"))
+    signals.obey(Clear(run="stopped"))
+
+    assert found == [False, True]
 
 
 def test_a_worker_that_leaves_takes_no_more_tasks_though_its_memory_would_allow_some() -> None:

@@ -452,6 +452,28 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert soon_empty(lambda: [str(tmp_path)] * (tmp_path / "gone").exists()) == []
 
 
+def test_a_janitor_cleans_although_its_owner_has_more_than_texts_in_its_path(tmp_path: Path) -> None:
+    """A notebook may well put a `Path` there, which imports skip."""
+    script = f"""
+import os, pathlib, signal, sys
+sys.path.append(pathlib.Path("/elsewhere"))
+from cluster.start import janitor
+janitor.register("folder", {str(tmp_path / "gone")!r})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    (tmp_path / "gone").mkdir()
+    subprocess.run([sys.executable, "-c", script], check=False, cwd=ROOT)
+
+    assert soon_empty(lambda: [str(tmp_path)] * (tmp_path / "gone").exists()) == []
+
+
+def test_another_process_finds_modules_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "src", Path("/elsewhere"), "/there"])
+
+    assert janitor.module_path() == [str(tmp_path), str(tmp_path / "src"), "/there"]
+
+
 def test_a_janitor_cleans_although_a_child_of_its_owner_has_its_pipe(tmp_path: Path) -> None:
     script = f"""
 import os, signal, time

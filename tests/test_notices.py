@@ -17,12 +17,13 @@ from datetime import UTC, datetime
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from cluster.worker.notices import ANSWER_BYTES, LINK_LOCAL, Aws, Notice, first_notice, sources
+from cluster.worker import notices
+from cluster.worker.notices import ANSWER_BYTES, Aws, Notice, first_notice, sources
 from spotlight import clock
 from spotlight.clock import wall_clock
 from spotlight.config import PoolSection
@@ -74,9 +75,10 @@ asyncio.run(listen())
     assert process.returncode == 0
 
 
-def test_a_file_that_says_when_and_why_is_believed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [int, float])
+def test_a_file_that_says_when_and_why_is_believed(tmp_path: Path, number: Callable[[float], float]) -> None:
     path = tmp_path / "notice.json"
-    path.write_text(json.dumps({"deadline_s": DEADLINE_S, "reason": "maintenance"}))
+    path.write_text(json.dumps({"deadline_s": number(DEADLINE_S), "reason": "maintenance"}))
 
     notice = hear(f"file:{path}")
 
@@ -104,6 +106,18 @@ def test_a_file_that_says_nothing_of_use_is_a_notice_all_the_same(tmp_path: Path
     notice = hear(f"file:{path}")
 
     assert before_s + GRACE_S <= notice.deadline_s <= time.time() + GRACE_S
+
+
+def test_a_time_without_a_zone_is_utc_wherever_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "JST-9")
+    time.tzset()
+    try:
+        told = notices._deadline_s(datetime(2026, 11, 21, 8, 22, 5))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+    assert told == TOLD
 
 
 @pytest.mark.parametrize("ahead_s", [-300.0, 300.0])
@@ -156,7 +170,10 @@ def test_an_expired_aws_token_is_renewed() -> None:
     assert aws.issued == 2  # of four answered questions, two for each token
 
 
-def test_gcp_answers_a_question_held_open_as_soon_as_the_machine_is_preempted() -> None:
+def test_gcp_answers_a_question_held_open_as_soon_as_the_machine_is_preempted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notices, "ANSWER_S", 0.05)  # it is given the time that it holds the question, too
     gcp = FakeGcp()
     before_s = time.time()
 
@@ -165,6 +182,7 @@ def test_gcp_answers_a_question_held_open_as_soon_as_the_machine_is_preempted() 
         async def scenario() -> Notice:
             waiting = asyncio.create_task(first_notice(sources([f"gcp:{url}"], grace_s=GRACE_S, poll_s=POLL_S)))
             await asyncio.to_thread(gcp.held.wait, WAIT_S)
+            await asyncio.sleep(0.1)
             gcp.preempt()
             return await waiting
 
@@ -289,10 +307,19 @@ def test_without_sources_there_is_never_a_notice() -> None:
         run(scenario)
 
 
-def test_clouds_are_asked_where_they_serve_every_machine() -> None:
-    listening = sources(["aws", "gcp", "azure"])
+def test_clouds_are_asked_where_they_serve_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
 
-    assert [LINK_LOCAL in repr(source) for source in listening] == [True] * 3
+    async def refuse(host: str, port: int) -> None:
+        asked.append((host, port))
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio, "open_connection", refuse)
+    for source in cast(Any, sources(["aws", "gcp", "azure"])):
+        with pytest.raises(ConnectionRefusedError):
+            run(source.asked.ask)
+
+    assert asked == [("169.254.169.254", 80)] * 3
 
 
 @pytest.mark.parametrize(
@@ -461,8 +488,8 @@ def serving(service: Service) -> Iterator[str]:
             url = urlsplit(self.path)
             query = {name: values[0] for name, values in parse_qs(url.query).items()}
             answer = service.answer(self.command, url.path, query, self.headers)
-            self.close_connection = True
             if answer is None:
+                self.close_connection = True
                 return
             status, body, headers = answer
             self.send_response(status)

@@ -6,16 +6,21 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
+import dask
 import pytest
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
-from distributed import Client, Scheduler, Status, Worker
+from distributed import Client, Reschedule, Scheduler, Status, Worker
 
 from cluster.dispatch import stall
+from cluster.dispatch.heartbeats import Heartbeats
 from cluster.dispatch.rules import WATCH_S, Rules
-from cluster.messages import ORDER, PLACE, READY, REFUSED
+from cluster.messages import HEARD_OF, ORDER, PLACE, READY, REFUSED
 from cluster.scheduler.plugin import DispatchPlugin
+from cluster.worker.device import WorkerDevice
+from spotlight.device.process import EngineLost
 
 WAIT_S = 30.0
 RULES = Rules()
@@ -33,13 +38,13 @@ class Live:
         assert isinstance(plugin, DispatchPlugin)
         return plugin
 
-    async def worker(self, name: str, **resources: float) -> Worker:
+    async def worker(self, name: str | int, **resources: float) -> Worker:
         worker = Worker(
             self.scheduler.address, name=name, nthreads=1, resources=resources, dashboard=False, memory_limit=0
         )
         return await self._stack.enter_async_context(worker)
 
-    async def member(self, name: str, pool: str, *, foreign_s: float = 0.0) -> Worker:
+    async def member(self, name: str | int, pool: str, *, foreign_s: float = 0.0) -> Worker:
         """
         Args:
             foreign_s: how long it is busy with what is no task of the run when it joins.
@@ -50,7 +55,7 @@ class Live:
         await worker.set_resources(engine=1)
         worker.stream_handlers[ORDER] = worker.stream_handlers[PLACE] = _ignore
         worker.batched_send({"op": READY, "session": "s", "pool": pool, "node": "n"})
-        await until(lambda: name in self.plugin.snapshot().workers)
+        await until(lambda: str(name) in self.plugin.snapshot().workers)
         return worker
 
     async def occupy(self, worker: Worker, seconds: float) -> None:
@@ -60,11 +65,11 @@ class Live:
         self.plugin.schedule_decision()
         await asyncio.sleep(0.1)
 
-    async def rolled_out(self, requests: int, *, name: str = "rollout-0") -> list[str]:
-        """Names of the workers that did each."""
+    async def rolled_out(self, requests: int, *, name: str = "rollout-0", seconds: float = 0.2) -> list[str]:
+        """Names of the workers that did each, in so many seconds."""
         keys = [(name, index) for index in range(requests)]
         annotations: dict[str, Any] = {"pool": "any", "phase": "rollout", "iteration": 0, "shards": 1, "widths": [1]}
-        calls = {key: (_name_of_worker, key[1]) for key in keys}
+        calls = dict.fromkeys(keys, (_name_of_worker, seconds))
         layer = MaterializedLayer(calls, annotations=annotations | {"resources": {"gate": 1}})
         futures: Any = self.client.get(HighLevelGraph({name: layer}, {name: set()}), keys, sync=False)
         return list(await asyncio.wait_for(self.client.gather(futures), WAIT_S))
@@ -74,10 +79,10 @@ def _ignore(**_: Any) -> None:
     """Takes an order, or a place in a gang."""
 
 
-def _name_of_worker(_: int) -> str:
+def _name_of_worker(seconds: float) -> str:
     from distributed import get_worker
 
-    time.sleep(0.2)
+    time.sleep(seconds)
     return str(get_worker().name)
 
 
@@ -116,6 +121,54 @@ def test_workers_that_take_no_part_are_sent_no_orders() -> None:
     assert asyncio.run(stopped()) == (Status.running, 2)
 
 
+def test_what_a_worker_says_to_an_earlier_start_of_the_run_is_not_taken_for_this_one_s() -> None:
+    """It would be given work, and end none of it when it is told to."""
+
+    async def joined() -> tuple[dict[str, int], int]:
+        async with live() as there:
+            worker = await there.worker("spot-0", spot=1)
+            told = {"session": "before", "pool": "reserved", "node": "n"}
+            worker.batched_send({"op": REFUSED, "session": "before", "reason": "no disk", "lasts": True})
+            worker.batched_send({"op": READY, **told})
+            worker.batched_send({"op": READY, **told, "session": "s", "pool": "spot"})
+            await until(lambda: "spot-0" in there.plugin.snapshot().workers)
+            return dict(there.plugin.snapshot().pools), len(there.scheduler.get_events(HEARD_OF))
+
+    assert asyncio.run(joined()) == ({"spot": 1}, 1)
+
+
+def test_what_others_submit_is_no_task_of_the_run_whatever_they_call_it() -> None:
+    async def known() -> bool:
+        async with live() as there, Client(there.scheduler.address, asynchronous=True, set_as_default=False) as other:
+            there.client, ours = other, there.client
+            waiting = asyncio.create_task(there.rolled_out(1))
+            await until(lambda: there.scheduler.tasks)
+            there.client = ours
+            waiting.cancel()
+            return there.plugin.shown.state.knows(("rollout-0", 0))
+
+    assert not asyncio.run(known())
+
+
+def test_engines_that_a_worker_whose_name_is_a_number_loses_are_counted() -> None:
+    """As those of a `LocalCluster`."""
+
+    def sick(*_: object) -> None:
+        raise EngineLost("signal 9")
+
+    async def lost() -> None:
+        async with live() as there:
+            worker, engine, node = await there.member(0, "spot"), cast(Any, SimpleNamespace(call=sick)), cast(Any, None)
+            doing = asyncio.create_task(there.rolled_out(1))
+            await until(lambda: worker.state.executing_count)
+            with pytest.raises(Reschedule):
+                await asyncio.to_thread(WorkerDevice(worker, engine, node, quarantine_after=5).prepare, "")
+            await until(lambda: there.plugin.shown.state.roster.by_name["0"].engines_lost)
+            await doing
+
+    asyncio.run(lost())
+
+
 @pytest.mark.parametrize("tasks", [2, 40])
 def test_what_others_submit_never_runs_beside_the_scheduler(tasks: int) -> None:
     """There the driver is. Other workers are busy, so that the head is the one that Dask would choose."""
@@ -125,7 +178,7 @@ def test_what_others_submit_never_runs_beside_the_scheduler(tasks: int) -> None:
             await there.worker("head", head=4)
             spot = await there.member("spot-0", "spot")
             await there.occupy(spot, 1.0)
-            futures: Any = there.client.map(_name_of_worker, range(tasks), pure=False)
+            futures: Any = there.client.map(_name_of_worker, [0.2] * tasks, pure=False)
             return set(await asyncio.wait_for(there.client.gather(futures), WAIT_S))
 
     assert asyncio.run(run()) == {"spot-0"}
@@ -176,6 +229,56 @@ def test_what_waits_for_a_busy_worker_begins_soon_after_it_is_free(paused: bool)
             return done, there.plugin.status()["hopeless"]
 
     assert asyncio.run(run()) == (["spot-0", "spot-0"], "")
+
+
+@pytest.mark.parametrize("foreign_s", [0.0, 1.0])
+def test_a_run_goes_on_where_its_workers_are_at_work_however_long_on_it_or_on_something_else(
+    monkeypatch: pytest.MonkeyPatch, foreign_s: float
+) -> None:
+    monkeypatch.setattr(stall, "GIVE_UP", 1)
+
+    async def said() -> set[str]:
+        async with live(Rules(hang_after_s=0.5)) as there:
+            head = await there.worker("head-1", head=1)
+            head.batched_send({"op": READY, "session": "s", "pool": "head", "node": ""})
+            await there.member("reserved-0", "reserved", foreign_s=foreign_s)
+            doing = asyncio.create_task(there.rolled_out(2, seconds=0.2 if foreign_s else 1.0))
+            found = set[str]()
+            while not doing.done():
+                await asyncio.sleep(0)  # at each turn of the loop
+                if there.plugin.snapshot().waiting and not doing.done():
+                    found.add(there.plugin.status()["hopeless"])
+            await doing
+            return found
+
+    assert asyncio.run(said()) == {""}
+
+
+def test_what_waits_is_kept_although_dask_s_settings_would_have_it_fail() -> None:
+    async def done() -> list[str]:
+        async with live() as there:
+            waiting = asyncio.create_task(there.rolled_out(1))
+            await asyncio.sleep(0.5)
+            await there.member("spot-0", "spot")
+            return await waiting
+
+    with dask.config.set({"distributed.scheduler.no-workers-timeout": "0.1s"}):
+        assert asyncio.run(done()) == ["spot-0"]
+
+
+def test_a_worker_that_is_nobody_s_business_is_not_ended_though_it_never_says_that_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def evicted() -> list[str]:
+        async with live() as there:
+            for name, pool in (("spot-0", "spot"), ("head-0", "head"), ("somebody-elses", "memory")):
+                await there.worker(name, **{pool: 1})
+            with monkeypatch.context() as patch:
+                patch.setattr(Heartbeats, "overdue_s", lambda *_: 600.0)
+                there.plugin._look_at_unready(0.0, dict.fromkeys(there.scheduler.workers, 0.0))
+            return [each.name for each in there.plugin._evicting]
+
+    assert asyncio.run(evicted()) == ["spot-0"]
 
 
 @pytest.mark.parametrize(

@@ -627,6 +627,12 @@ def test_engines_lost_in_training_are_judged_by_the_scheduler_and_others_by_the_
         with pytest.raises(Reschedule):
             device.update("", weights, (), (), 0)
     assert told == 5 * [LOST_ENGINE]
+    for _ in range(3):  # not in a row
+        with pytest.raises(Reschedule):
+            device.images("", make_request())
+        engine.call = lambda *_: "images"
+        assert cast("Any", device.images("", make_request())) == "images"
+        engine.call = sick
     with pytest.raises(Reschedule):
         device.images("", make_request())
     with pytest.raises(SpotlightError, match="'images' lost its engine process 2 times in a row on worker w: signal 9"):

@@ -241,8 +241,8 @@ def test_the_fork_server_finds_modules_where_its_program_does(tmp_path: Path) ->
     for package in ("spotlight", "graphs", "cluster"):
         (tmp_path / package).symlink_to(ROOT / package)
     code = f"""
-import sys
-sys.path.insert(0, {str(tmp_path)!r})
+import pathlib, sys
+sys.path[:0] = [{str(tmp_path)!r}, pathlib.Path("/elsewhere")]  # a Path harms no import
 from cluster.worker.process import made_by_own_fork_server, own_fork_server
 said = "import os, sys; print(sys.modules['cluster.worker.preload'].__file__, os.environ.get('PYTHONPATH'))"
 process = own_fork_server().Process(target=exec, args=(said,))

@@ -160,6 +160,19 @@ def test_a_driver_that_is_a_job_can_be_stopped_in_order_from_anywhere(tmp_path: 
     assert "Restarts=0" in slurms("scontrol", "show", "job", line.split()[-1])
 
 
+def test_a_driver_that_fails_at_once_fails_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the node has no such Python; the shell may hear of it before it can wait."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    (script := tmp_path / "script").write_text(
+        slurm_driver.driver_script(config.load(settings_file(tmp_path)), tmp_path / "run")
+    )
+    (slowly := tmp_path / "slowly").write_text("trap 'sleep 0.1' DEBUG\n")
+
+    done = subprocess.run(["bash", script], env={**os.environ, "BASH_ENV": str(slowly)}, capture_output=True)
+
+    assert done.returncode == 127
+
+
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING", "none"])
 def test_only_a_drivers_job_that_runs_is_told_to_stop_and_its_batch_script_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
@@ -281,6 +294,18 @@ def test_a_job_that_failed_is_told_of_with_its_exit_and_its_last_words(tmp_path:
     said = asyncio.run(slurm_jobs.how_it_ended(job, output))
 
     assert said == f"job {job} ended (FAILED, exit 127), and last said: no such python; its output is in {output}"
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_job_that_was_killed_is_told_of_with_its_signal_whatever_its_run_is_called(tmp_path: Path) -> None:
+    (log := tmp_path / 'the "last" 50%, really' / "slurm").mkdir(parents=True)
+    script = f"#!/bin/sh\n#SBATCH {slurm_jobs.output_line(log.parent, 'spot-0')}\necho begun\nkill -9 $$\n"
+    job = slurm_jobs.sbatch(script, "--parsable", "--partition=reserved", where="here")
+    eventually(lambda: "JobState=FAILED" in slurms("scontrol", "show", "job", job))
+
+    said = asyncio.run(slurm_jobs.how_it_ended(job, log / f"spot-0-{job}.out"))
+
+    assert said.startswith(f"job {job} ended (FAILED, exit 0:9), and last said: begun; ")
 
 
 @pytest.mark.usefixtures("slurm")

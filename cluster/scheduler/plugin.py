@@ -254,7 +254,9 @@ class DispatchPlugin(SchedulerPlugin):
         self._tell(GangBeat(at_s=self._clock(), gang=gang, epoch=epoch, step=step, steps=steps, resumed=resumed))
 
     def _lost_engine(self, worker: str, gang: str, reason: str, **_: Any) -> None:
-        self._tell(EngineGone(at_s=self._clock(), worker=worker, gang=gang, reason=reason))
+        state = self._scheduler.workers.get(worker)
+        if state is not None:
+            self._tell(EngineGone(at_s=self._clock(), worker=str(state.name), gang=gang, reason=reason))
 
     def _notice(self, worker: str, reason: str, **_: Any) -> None:
         self._tell(WorkerNoticed(at_s=self._clock(), address=worker, reason=reason))
@@ -323,7 +325,7 @@ class DispatchPlugin(SchedulerPlugin):
                 self._dispatch.state.journal.event(now_s, "paused", lost_s=paused_s)
         self._look_for_stall(now_s)
         if self._tell_availability():
-            self.schedule_decision()
+            self._decide()  # at once: to who asks before that, a run whose workers were long busy looks stalled
         self._expect_heartbeats(now_s)
         workers = self._scheduler.workers
         silent = {address: self._heartbeats.silent_s(address, state.last_seen) for address, state in workers.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import re
 import socket
 from pathlib import Path
@@ -58,7 +59,7 @@ def check_reach(existing: ExistingCluster) -> None:
     _require_certificate(address, security)
     try:
         socket.create_connection((url.hostname, url.port), timeout=CONNECT_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a host's name may have no form in DNS
         raise SpotlightError(_unreachable(address, error)) from None
 
 
@@ -82,6 +83,8 @@ def where(existing: ExistingCluster) -> tuple[str, Security | None]:
         SpotlightError: there is no such file, or it is no scheduler file.
     """
     if isinstance(existing, Cluster):
+        if existing.scheduler_comm is None:
+            raise SpotlightError(f"{existing}: this cluster has not begun: await it, or give its scheduler's address")
         return str(existing.scheduler_address), getattr(existing, "security", None)
     if isinstance(existing, Client):
         if existing.scheduler is None:
@@ -91,8 +94,8 @@ def where(existing: ExistingCluster) -> tuple[str, Security | None]:
     if "://" in text:
         _check_port(text)
         return text, None
-    file = Path(text).expanduser()
-    if not file.is_file():
+    file = Path(os.path.expanduser(text))  # a Path raises where there is no such user
+    if not os.path.isfile(file):  # a Path raises where the name is too long
         raise SpotlightError(
             f"{text!r} is neither an address, such as tls://head:8786, nor a scheduler file, which `dask scheduler "
             "--scheduler-file FILE` writes"
@@ -106,7 +109,10 @@ def where(existing: ExistingCluster) -> tuple[str, Security | None]:
 
 
 def _check_port(address: str) -> None:
-    url = urlsplit(address)
+    try:
+        url = urlsplit(address)
+    except ValueError:  # an IPv6 address that does not end
+        url = urlsplit("")
     if url.scheme not in (*WITH_PORT, *SAFE, "ucx"):
         raise SpotlightError(f"{address}: is no address of a Dask scheduler: give one such as tls://head:8786")
     try:
@@ -134,7 +140,7 @@ def refuse_unsafe(address: str, *, insecure: bool) -> None:
 def _is_loopback(host: str) -> bool:
     try:
         found: list[Any] = socket.getaddrinfo(host, None)
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return all(ipaddress.ip_address(entry[4][0].partition("%")[0]).is_loopback for entry in found)
 

@@ -78,10 +78,17 @@ def registered(kind: str, what: str) -> Iterator[None]:
         unregister(kind, what)
 
 
+def module_path() -> list[str]:
+    """``sys.path`` for another process, whose directory may be another: without relative paths, and without what is no
+    text (a script's `Path`, say), since imports skip that."""
+    return [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
+
+
 def _start() -> tuple[int, int]:
     """Start the process; returns its number, and the end of the pipe to it."""
     theirs, ours = os.pipe()
-    code = f"import sys; sys.path[:] = {sys.path!r}; from cluster.start import janitor; janitor.watch({os.getpid()})"
+    code = f"import sys; sys.path[:] = {module_path()!r}; "
+    code += f"from cluster.start import janitor; janitor.watch({os.getpid()})"
     actions = [
         (os.POSIX_SPAWN_DUP2, theirs, 0),
         (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),

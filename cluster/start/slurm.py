@@ -213,7 +213,7 @@ async def how_it_ended(job: str, output: Path) -> str:
     shown = await answer("scontrol", "--oneliner", "show", "job", job) or ""
     known = dict(re.findall(r"\b(JobState|ExitCode)=(\S+)", shown))
     state = known.get("JobState", "it is not in the queue any more")
-    code = f", exit {known['ExitCode'].partition(':')[0]}" if "ExitCode" in known else ""
+    code = f", exit {known['ExitCode'].removesuffix(':0')}" if "ExitCode" in known else ""  # 0:9 is signal 9
     said = last_line(output)
     return f"job {job} ended ({state}{code}){f', and last said: {said}' if said else ''}; its output is in {output}"
 
@@ -365,8 +365,8 @@ def plain(name: str) -> str:
 
 
 def output_line(run_dir: Path, job: str) -> str:
-    """The directive for a job's output file: Slurm replaces %j by the job's number, and %% by %."""
-    directory = str(run_dir).replace("%", "%%")
+    """The directive for a job's output file: Slurm replaces %j by the job's number, %% by %, and \\" by a quote."""
+    directory = str(run_dir).replace("%", "%%").replace('"', '\\"')
     return f'--output="{directory}/slurm/{job}-%j.out"'
 
 

@@ -66,7 +66,8 @@ def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> st
             f"{shlex.quote(sys.executable)} -m spotlight resume {run} & driver=$!",
             f"trap 'again=1; kill -TERM $driver' {RESUME.removeprefix('SIG')}",
             "trap 'kill -TERM $driver' TERM",
-            "while kill -0 $driver 2> /dev/null; do wait $driver; status=$?; done",
+            "while kill -0 $driver 2> /dev/null; do wait $driver; done",  # a signal ends a wait before the driver ends
+            "wait $driver; status=$?",  # bash still knows it, also if the driver ended before the first wait
             '[ -z "$again" ] || [ $status = 0 ] || scontrol requeue "$SLURM_JOB_ID"',
             "exit $status",
             "",

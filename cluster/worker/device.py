@@ -148,7 +148,7 @@ class WorkerDevice:
             time.sleep(BACK_OFF_S)
             raise Reschedule from None
         except TimedOut as lost:
-            self._tell(LOST_ENGINE, worker=self._worker.name, gang="", reason=str(lost))
+            self._tell(LOST_ENGINE, gang="", reason=str(lost))
             raise
         except EngineLost as lost:
             self._count_lost_engine(call.verb, gang, str(lost))
@@ -180,7 +180,7 @@ class WorkerDevice:
 
     def _count_lost_engine(self, verb: str, gang: Placement | None, reason: str) -> None:
         """Report a lost engine process; the dispatcher counts those of what it hands out, this worker the others."""
-        self._tell(LOST_ENGINE, worker=self._worker.name, gang=gang.gang if gang else "", reason=reason)
+        self._tell(LOST_ENGINE, gang=gang.gang if gang else "", reason=reason)
         if gang is None and verb not in HANDED_OUT:
             self._lost_in_row += 1
             if self._lost_in_row >= self._quarantine_after:

@@ -3,7 +3,8 @@
 It lives in a directory of node memory: a socket, on which it is asked for processes, and a pipe that every worker
 keeps open for writing. When the last of them is gone, however it ended, the pipe ends; then the parent ends too, and
 with it the system kills whatever was forked from it. Only workers that would have started the same parent share one:
-with the same programs, environment, processors, and, since Slurm and containers bound those, groups and namespaces.
+with the same user, programs, environment, processors, and, since Slurm and containers bound those, groups and
+namespaces.
 """
 
 from __future__ import annotations
@@ -89,14 +90,14 @@ def place() -> Path | None:
         return None
     programs = [spotlight.__version__, sys.executable, *_modules()]
     environment = sorted((name, value) for name, value in os.environ.items() if name not in OWN)
-    known = repr((programs, environment, bounds, sorted(os.sched_getaffinity(0))))
+    known = repr((os.getuid(), programs, environment, bounds, sorted(os.sched_getaffinity(0))))
     root = shared_root(f"parent-{sha256(known.encode()).hexdigest()[:16]}")
     return root if len(os.fsencode(root / "socket")) <= SOCKET_BYTES else None
 
 
 def _modules() -> list[str]:
-    """``sys.path`` without this worker's own folder."""
-    return [path for path in sys.path if OWN_FOLDER not in path]
+    """Where modules are found, without this worker's own folder."""
+    return [path for path in janitor.module_path() if OWN_FOLDER not in path]
 
 
 def continue_fork_server() -> bool:
@@ -115,7 +116,7 @@ def end_with_this_process(pid: int) -> None:
 
 
 def _join(root: Path) -> _Joined:
-    """Open the pipe to the parent; start one if nobody reads.
+    """Open the pipe to the parent; start one if nobody reads, or it cannot be asked.
 
     Raises:
         SpotlightError: another process has been at it for long.
@@ -125,6 +126,7 @@ def _join(root: Path) -> _Joined:
         with (root / "starting").open("a+") as turn:
             _wait_for(turn)
             try:
+                (root / "socket").stat()
                 alive = os.open(root / "alive", os.O_WRONLY | os.O_NONBLOCK)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENXIO):

@@ -137,10 +137,12 @@ def _have_it_end_with_this_process() -> None:
 def _told_where_we_find_modules() -> Iterator[None]:
     """Hand ``sys.path`` on to a fork server that is started inside, which Python 3.11 does not."""
     os.environ[PYTHONPATH_BEFORE] = os.environ.get("PYTHONPATH", "")
+    before, sys.path = sys.path, janitor.module_path()  # `multiprocessing` writes them into the server's program
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if os.pathsep not in path)
     try:
         yield
     finally:
+        sys.path = before
         take_back_pythonpath()
 
 
