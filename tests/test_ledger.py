@@ -297,6 +297,18 @@ def test_segments_of_a_worker_touch_and_do_not_overlap() -> None:
     assert (found[0].start_s, found[-1].stop_s) == (0, 30)
 
 
+def test_each_life_of_a_name_has_the_work_of_its_own_time() -> None:
+    """A work's record may reach into the next life, and what began later may have ended before."""
+    spans = [span("spot-0", 5, 25), span("spot-0", 31, 35, phase="score"), span("spot-0", 6, 7, phase="score")]
+    lives = [life("spot-0", 0, 10), life("spot-0", 20, 30), life("spot-0", 30, 40)]
+
+    found = [(each.start_s, each.stop_s, each.phase) for each in segments(spans, lives)]
+
+    first = [(0, 5, "start-up"), (5, 6, "rollout"), (6, 7, "score"), (7, 10, "rollout")]
+    second = [(20, 25, "rollout"), (25, 30, "idle")]
+    assert found == [*first, *second, (30, 31, "start-up"), (31, 35, "score"), (35, 40, "idle")]
+
+
 def test_reserved_only_pays_for_useful_work_alone_at_the_reserved_price() -> None:
     spans = [
         span("reserved-0", 0, 1800, phase="train"),

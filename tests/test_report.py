@@ -26,6 +26,7 @@ from runs import ROOT, settings_file
 from spotlight import config
 from spotlight.device.learning_model import MODEL
 from spotlight.display import _Display, status_table, summary_table, terminal
+from spotlight.market.ledger import Price, pool_usd
 from spotlight.records import Prompt, Quarantined, SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 from spotlight.report.facts import COLUMNS, LANES_MAX, read
@@ -512,6 +513,18 @@ def test_the_ledger_and_the_curve_of_dollars_end_alike(finished: Path) -> None:
         {pool: facts.ledger.usd(pool=pool) for pool in pools}
     )
     assert reserved_only[-1] == pytest.approx(facts.ledger.usd_reserved_only)
+
+
+def test_the_curve_of_dollars_follows_prices_that_change(finished: Path) -> None:
+    facts = read(finished)
+    changes_s = tuple(np.linspace(*facts.whole, 7))
+    prices = {"reserved": Price.constant(10.0), "spot": Price(times_s=changes_s, usd_per_h=(1, 9, 2, 8, 3, 7, 4))}
+
+    at_s, pools, _ = replace(facts, prices=prices).money()
+
+    spent = [pool_usd(facts.workers, prices, (0.0, until_s)) for until_s in at_s]
+    for pool, usd in pools.items():
+        assert usd == pytest.approx([each.get(pool, 0.0) for each in spent])
 
 
 def test_the_rows_of_the_account_add_up(finished: Path) -> None:

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from operator import attrgetter
 from typing import Literal, get_args
@@ -73,10 +73,14 @@ class Price:
         last = max(first, bisect_left(self.times_s, stop_s) - 1)
         if first == last:  # nearly always, and called for every segment
             return (stop_s - start_s) * self.usd_per_h[first] / SECONDS_PER_H
-        cuts_s = (start_s, *self.times_s[first + 1 : last + 1], stop_s)
-        pieces_s = (after - before for before, after in pairwise(cuts_s))
+        pieces_s = (after - before for before, after in self.pieces(start_s, stop_s))
         prices = self.usd_per_h[first : last + 1]
         return sum(seconds * price for seconds, price in zip(pieces_s, prices, strict=True)) / SECONDS_PER_H
+
+    def pieces(self, start_s: float, stop_s: float) -> Iterator[Interval]:
+        """The time from ``start_s`` to ``stop_s``, cut wherever the price changes."""
+        changes = slice(max(1, bisect_right(self.times_s, start_s)), bisect_left(self.times_s, stop_s))
+        return pairwise((start_s, *self.times_s[changes], stop_s))
 
 
 Prices = Mapping[str, Price]
@@ -192,8 +196,17 @@ def segments(
     pieces: defaultdict[str, list[Segment]] = defaultdict(list)
     for span in spans:
         pieces[span.worker] += _pieces(span)
+    ends_s: dict[str, list[float]] = {}
+    """When all pieces up to each one have ended, by worker."""
+    for worker, work in pieces.items():
+        work.sort(key=attrgetter("start_s"))
+        ends_s[worker] = list(accumulate((piece.stop_s for piece in work), max))
     for life in workers:
-        yield from _partition(life, pieces[life.worker], window)
+        whole = stay(life, (-inf, window[1]))
+        work = pieces[life.worker]  # of all lives of that name, which may be hundreds
+        first = bisect_right(ends_s.get(life.worker, []), whole[0])
+        last = bisect_left(work, whole[1], key=attrgetter("start_s"))
+        yield from _partition(life, work[first:last], window)
 
 
 def _pieces(span: Span) -> list[Segment]:
@@ -222,10 +235,9 @@ def _pieces(span: Span) -> list[Segment]:
 
 
 def _partition(life: WorkerLife, pieces: Iterable[Segment], window: Interval) -> Iterator[Segment]:
-    """One worker's stay in the window, cut wherever a piece of work begins or ends."""
+    """One worker's stay in the window, cut wherever a piece of work, in order of their starts, begins or ends."""
     whole = stay(life, (-inf, window[1]))
     work = [piece for piece in pieces if overlap_s(piece.start_s, piece.stop_s, whole)]
-    work.sort(key=attrgetter("start_s"))
     first_s = work[0].start_s if work else whole[1]
     start_s, stop_s = stay(life, window)
     moments_s = {start_s, stop_s, *(at_s for piece in work for at_s in (piece.start_s, piece.stop_s))}

@@ -20,7 +20,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from spotlight.config import Config
-from spotlight.market.ledger import Ledger, Price, absolute, busy_intervals, pool_usd, reserved_price, segments
+from spotlight.market.ledger import Ledger, Price, absolute, busy_intervals, reserved_price, segments, stay
 from spotlight.records import Interval, Pool, Quarantined, Span, WorkerLife, record
 from spotlight.report.palette import PHASE_COLOURS, base_phase
 from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger, samples_done
@@ -215,11 +215,17 @@ class Facts:
     def money(self) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]], NDArray[np.float64]]:
         """Times, the dollars spent by then in each pool, and the reserved-only price of the work by then."""
         at_s = np.linspace(*self.whole, MONEY_POINTS)
-        spent = [pool_usd(self.workers, self.prices, (0.0, until_s)) for until_s in at_s]
-        pools = {pool: np.array([usd.get(pool, 0.0) for usd in spent]) for pool in self._pools()}
+        pools = {pool: self._spent(pool, at_s) for pool in self._pools()}
         useful = [part for part in segments(self.spans, self.workers, self.whole) if part.kind == "useful"]
         usd = [reserved_price(self.prices, part.pool).usd(part.start_s, part.stop_s) for part in useful]
         return at_s, pools, _done_by([(part.start_s, part.stop_s) for part in useful], usd, at_s)
+
+    def _spent(self, pool: str, at_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Dollars that a pool's workers had cost by each of these moments."""
+        price = absolute(self.prices, self.workers)[pool]
+        lives = [stay(life, self.whole) for life in self.workers if life.pool == pool]
+        pieces = [piece for life in lives for piece in price.pieces(*life) if piece[1] > piece[0]]
+        return _done_by(pieces, [price.usd(*piece) for piece in pieces], at_s)
 
     def _pools(self) -> list[str]:
         """Those that denoise or train, and others that had workers."""
