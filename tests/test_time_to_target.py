@@ -290,21 +290,23 @@ def test_runs_that_are_older_than_their_strategys_settings_are_marked() -> None:
     assert f"| {cases.told(0)} †" in before
 
 
-def test_the_readmes_first_table_is_beside_what_has_goals_and_beside_itself_without_exploration() -> None:
-    seconds = dict.fromkeys((*readme.GOALS, *cases.WITHOUT.values()), 2.0) | {OURS: 2.0, SOONEST: 0.25}
+def test_the_readmes_first_table_is_beside_what_has_goals_and_beside_the_same_gpus() -> None:
+    seconds = dict.fromkeys((*readme.GOALS, *cases.WITHOUT.values(), *readme.LIGHT.values()), 2.0) | {SOONEST: 0.25}
     runs = [row(name, 0, seed, second_s=second_s) for name, second_s in seconds.items() for seed in (0, 1)]
 
     (table,) = readme.headlines(runs, shown(trials=1))
 
     equal, eight = "1.0 [1.0, 1.0]; 1.0 [1.0, 1.0]", "8.0 [8.0, 8.0]; 8.0 [8.0, 8.0]"
     assert table.splitlines()[2:] == [
-        f"| 1 + 11 | {equal} | {equal} | {equal} |",
-        f"| 1 + 47 | {eight} | {eight} | {eight} |",
+        f"| 1 + 11, explored | {equal} | {equal} | {equal} |",
+        f"| 1 + 47, explored | {eight} | {eight} | {eight} |",
+        f"| 1 + 47, in six steps | {equal} | {equal} | {equal} |",
+        f"| no GPU + 12, in six steps | {equal} | {equal} | {equal} |",
     ]
 
 
 def test_a_strategy_without_a_recipe_of_its_own_is_not_in_the_readmes_first_table() -> None:
-    names = {*readme.GOALS, *cases.WITHOUT.values(), OURS, SOONEST}
+    names = {*readme.GOALS, *cases.WITHOUT.values(), *readme.LIGHT.values()}
     runs = [row(name, 0, seed) for name in names for seed in (0, 1)]
 
     assert readme.headlines(runs, shown()) == []

@@ -147,6 +147,15 @@ STRATEGIES: dict[str, list[str]] = {
     "six prompts, no exploration (4 + 8), only reserved GPUs train": ["strategy.exploration=off", SIX],
     "Spotlight, four of a prompt": [FOUR, "exploration.request_seeds=4"],
     "Spotlight, four of a prompt (1 + 47)": [*ON_SPOT, *MORE_SPOT, FOUR, "exploration.request_seeds=2"],
+    "six steps, reserved only (4)": [*ON_RESERVED, "strategy.exploration=off", *SHORT],
+    "six steps (4 + 8), only reserved GPUs train": ["strategy.exploration=off", *SHORT],
+    "six steps, gradients on spot (4 + 8)": ["strategy.exploration=off", *ON_SPOT, *SHORT],
+    "six steps (1 + 11)": ["strategy.exploration=off", *ON_SPOT, *ONE_RESERVED, *SHORT],
+    "six steps (1 + 47)": ["strategy.exploration=off", *ON_SPOT, *MORE_SPOT, *SHORT],
+    "six steps, only updates on reserved (no GPU + 12)": [
+        *("strategy.exploration=off", "pools.spot.workers=12"),
+        *(*NO_GPU, *SHORT),
+    ],
     "chosen of eight in six steps, reserved only (4)": [*ON_RESERVED, "strategy.exploration=off", *CHOSEN],
     "chosen of eight in six steps (4 + 8), only reserved GPUs train": ["strategy.exploration=off", *CHOSEN],
     "chosen of eight in six steps (1 + 11)": ["strategy.exploration=off", *ON_SPOT, *ONE_RESERVED, *CHOSEN],
@@ -174,13 +183,16 @@ rewards. Restart on preemption is Spotlight but for what it does about a loss. W
 and 1 + 11 explore what is worth its seconds; 1 + 47 explores as long as training lasts, in small requests, which fill
 the gaps between its other requests and parts. A quarter ahead: idle GPUs begin with the next iteration's rollouts, with
 weights that are one version old; it explores nothing, nor does half trained. Four of a prompt: rolls out and trains on
-four samples of each instead of eight. Six prompts: rolls out and trains on as many samples, eight of each. As drawn:
-trains on the four candidates of a prompt whose rewards vary most, which were drawn in six steps while the iteration
-before trained, and rolls out nothing. Chosen of eight in six steps: trains on such four of eight samples of as few
-steps, which are rolled out with the weights of now, and explores nothing."""
+four samples of each instead of eight. Six prompts: rolls out and trains on as many samples, eight of each. Six steps:
+rolls out in as few steps as candidates have, and trains on all eight; it explores nothing. As drawn: trains on the four
+candidates of a prompt whose rewards vary most, which were drawn in six steps while the iteration before trained, and
+rolls out nothing. Chosen of eight in six steps: trains on such four of eight samples of as few steps, which are rolled
+out with the weights of now, and explores nothing."""
 RESERVED_ONLY, FOUR_EXPLORED = "reserved only (4)", "Spotlight, four of a prompt"
 FOUR_ON_MANY, AS_DRAWN = "Spotlight, four of a prompt (1 + 47)", "Spotlight, four as drawn"
 DRAWN_ON_MANY = "Spotlight, four as drawn (1 + 47)"
+SIX_ON_MANY = "six steps (1 + 47)"
+SIX_WITHOUT_GPU = "six steps, only updates on reserved (no GPU + 12)"
 CHOSEN_ON_RESERVED = "chosen of eight in six steps, reserved only (4)"
 CHOSEN_ON_MANY = "chosen of eight in six steps (1 + 47)"
 CHOSEN_WITHOUT_GPU = "chosen of eight in six steps, only updates on reserved (no GPU + 12)"
@@ -215,6 +227,12 @@ WITHOUT = {
     FOUR_EXPLORED: "reserved + spot, no exploration",
     FOUR_ON_MANY: "no exploration, gradients on spot (1 + 47)",
     "four of a prompt, no exploration (1 + 47)": "no exploration, gradients on spot (1 + 47)",
+    "six steps, reserved only (4)": RESERVED_ONLY,
+    "six steps (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+    "six steps, gradients on spot (4 + 8)": "no exploration, gradients on spot",
+    "six steps (1 + 11)": "no exploration, gradients on spot (1 + 11)",
+    SIX_ON_MANY: "no exploration, gradients on spot (1 + 47)",
+    SIX_WITHOUT_GPU: NO_GPU_UNEXPLORED,
     CHOSEN_ON_RESERVED: RESERVED_ONLY,
     "chosen of eight in six steps (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
     "chosen of eight in six steps (1 + 11)": "no exploration, gradients on spot (1 + 11)",

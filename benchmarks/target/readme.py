@@ -21,6 +21,8 @@ from benchmarks.target.cases import (
     ON_FOUR_RESERVED,
     OURS,
     RESERVED_ONLY,
+    SIX_ON_MANY,
+    SIX_WITHOUT_GPU,
     SOONEST,
     TARGETS,
     WITHOUT,
@@ -39,8 +41,14 @@ from benchmarks.target.outcomes import (
 
 GOALS = {"reserved only (4)": " (goal: 4 times sooner)", "all reserved (12)": ""}
 """{baseline of the README's first table: by how much it should be beaten}"""
-BOTH = (OURS, SOONEST)
-"""What that table is about."""
+SAME = "the same GPUs, unexplored, in 16 steps"
+LIGHT = {
+    "1 + 11, explored": OURS,
+    "1 + 47, explored": SOONEST,
+    "1 + 47, in six steps": SIX_ON_MANY,
+    "no GPU + 12, in six steps": SIX_WITHOUT_GPU,
+}
+"""{line of that table: strategy}"""
 
 
 class Gain(NamedTuple):
@@ -98,7 +106,7 @@ def put(text: str, tables: Sequence[str]) -> str:
 
 
 def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
-    """The README's tables, to the last target: of the first cell in which 1 + 11, 1 + 47 and all that they are compared
+    """The README's tables, to the last target: of the first cell in which all of `LIGHT` and what they are compared
     with were run, each with its own best recipe; and of six levels in all cells.
 
     Recipes of their own are of the first size; docs/time_to_target.md has the others.
@@ -110,18 +118,18 @@ def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
 
 
 def _by_own_recipes(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
-    """A line for 1 + 11 and 1 + 47, a column for what they are beside: times sooner, and times cheaper."""
-    target, names = TARGETS[job][-1], {*BOTH, *GOALS, *(WITHOUT[ours] for ours in BOTH)}
+    """A line for each of `LIGHT`, a column for what they are beside: times sooner, and times cheaper."""
+    target, names = TARGETS[job][-1], {*LIGHT.values(), *GOALS, *(WITHOUT[ours] for ours in LIGHT.values())}
     found = {name: fresh(rows, job, regime, size, name, arguments) for name in names}
     if any(shown(rows, first_case(job, regime, size, name), arguments) is None for name in names):
         return ""
     goals = (f"{name}{told}" for name, told in GOALS.items())
     cell = f"{job} to {target}, {regime}, {size} px: times sooner; cheaper"
-    lines = [f"| {' | '.join((cell, *goals, 'itself without exploration'))} |", "|---" * (len(GOALS) + 2) + "|"]
-    for ours in BOTH:
+    lines = [f"| {' | '.join((cell, *goals, SAME))} |", "|---" * (len(GOALS) + 2) + "|"]
+    for said, ours in LIGHT.items():
         others = (*GOALS, WITHOUT[ours])
         gains = ("; ".join(gain(found[other], found[ours], target, field) for field in UNITS) for other in others)
-        lines.append(f"| {' | '.join((_gpus(ours), *gains))} |")
+        lines.append(f"| {' | '.join((said, *gains))} |")
     return "\n".join(lines)
 
 
@@ -151,8 +159,3 @@ def _by_cells(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
             gains.append(f"**{times_sooner}**" if is_tuned and mine else times_sooner)
         lines.append(f"| {' | '.join((each.who, each.than, *gains))} |")
     return "\n".join(lines)
-
-
-def _gpus(name: str) -> str:
-    """As "1 + 11"."""
-    return name.rpartition("(")[2].rstrip(")")
