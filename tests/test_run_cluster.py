@@ -276,6 +276,34 @@ def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Pa
     assert "Invalid time unit" in said
 
 
+def test_a_place_does_not_repeat_what_an_earlier_process_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spot-0.failed").write_text("OSError: no network")
+    monkeypatch.setattr(local, "START_ATTEMPTS", 1)
+    settings = {7: "ends it before it can say anything"}
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0)
+    place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock([]))
+
+    asyncio.run(place._keep())
+
+    assert place.failure == "spot-0: 1 processes in a row could not become a worker: it said nothing"
+
+
+def test_traces_begin_without_workers_that_were_sent_away_before_they_joined(tmp_path: Path) -> None:
+    clock = TraceClock(["spot-0", "spot-1"])
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": {}, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0)
+
+    async def live() -> None:
+        place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-1", spec=spec, schedule=schedule, clock=clock)
+        clock.heard_of("spot-0")
+        place.want(False)
+        await asyncio.wait_for(clock.begun(), WAIT_S)
+        await place.close()
+
+    asyncio.run(live())
+
+
 def test_a_place_keeps_nothing_of_notices_whose_time_is_over(tmp_path: Path) -> None:
     """A place of a long run gives hundreds."""
     spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": {}, "security": None}

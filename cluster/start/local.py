@@ -134,6 +134,7 @@ class WorkerKeeper(ProcessInterface):
         elif self._wanted.is_set():
             self._wanted.clear()
             self._warn()
+            self.clock.heard_of(self._spec.name)  # it may never join, and traces do not wait for it
 
     async def start(self) -> None:
         await super().start()
@@ -155,6 +156,7 @@ class WorkerKeeper(ProcessInterface):
                 await self.clock.begun()
                 await asyncio.sleep(self._until_up_s())
             try:
+                self._spec.last_words.unlink(missing_ok=True)  # of an earlier process
                 cause = self._why() if await self._live_once() else ""
             except Exception as error:  # EOFError: the fork server died; the next start makes another
                 if (task := asyncio.current_task()) and task.cancelling():
