@@ -253,14 +253,23 @@ def test_a_partition_that_is_not_there_is_named_in_slurms_words(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("slurm")
-def test_jobs_that_a_killed_driver_left_are_cancelled_by_their_names(tmp_path: Path) -> None:
+def test_jobs_that_a_killed_driver_left_are_cancelled_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the user has Slurm's commands show and cancel running jobs alone, and ask first."""
     run_dir, settings = tmp_path / "a run", config.load(settings_file(tmp_path), JOBS)
     names = [slurm_jobs.job_name(run_dir, name) for name in ("reserved-0", "spot-0", "other")]
     held = ["sbatch", "--parsable", "--hold", "--partition=reserved", "--output=/dev/null", "--wrap=true"]
     mine, spot, other = (slurms(*held, f"--job-name={name}").strip() for name in names)
 
-    cancelled = slurm_jobs.cancel_all(settings, run_dir)
+    with monkeypatch.context() as users:
+        for name, value in {"SQUEUE_STATES": "RUNNING", "SCANCEL_STATE": "RUNNING", "SCANCEL_INTERACTIVE": "1"}.items():
+            users.setenv(name, value)
+        waiting = asyncio.run(slurm_jobs._Queue().look())
+        cancelled = slurm_jobs.cancel_all(settings, run_dir)
 
+    assert waiting is not None
+    assert {mine, spot, other} <= {*waiting}
     assert sorted(cancelled) == sorted([mine, spot])
     assert jobs() == [other]
     slurms("scancel", other)
@@ -273,7 +282,10 @@ def test_what_is_left_of_a_run_is_cancelled_by_one_look_at_the_queue(
     (run.path / "slurm").mkdir()
     slurm_driver.record(run, "7")
     (asked := tmp_path / "asked").touch()
-    for command, does in (("squeue", f"echo '7 a'; echo '8 b'; echo '9 {run.name}'"), ("scancel", ":")):
+    for command, does in (
+        ("squeue", f"printf '6 caf\\351\\n'; echo '7 a'; echo '8 b'; echo '9 {run.name}'"),
+        ("scancel", ":"),
+    ):
         (script := tmp_path / command).write_text(f'#!/bin/sh\necho {command} "$1" >> {asked}\n{does}\n')
         script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -433,6 +445,15 @@ def test_a_driver_without_time_to_get_on_is_refused_before_it_is_queued(tmp_path
         slurm_driver.check_jobs(settings, tmp_path / "run")
 
 
+def test_a_time_limit_of_zero_is_none_as_to_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("dask_jobqueue")
+    commands(tmp_path, monkeypatch, sbatch=f"cat >> {tmp_path / 'asked'}")
+
+    slurm_driver.check_jobs(config.load(settings_file(tmp_path), [*JOBS, 'cluster.slurm.time="0"']), tmp_path / "run")
+
+    assert (tmp_path / "asked").read_text().count("#!/usr/bin/env bash") == 2
+
+
 def test_a_workers_own_page_is_for_its_machine_alone(tmp_path: Path) -> None:
     pytest.importorskip("dask_jobqueue")
     settings = config.load(settings_file(tmp_path), JOBS)
@@ -483,6 +504,7 @@ def test_a_job_has_ended_when_squeue_has_answered_without_it(monkeypatch: pytest
             "echo '7 RUNNING None'; echo; echo slurm; echo '8 PENDING (Resources, held)'",
             {"7": ("RUNNING", "None"), "8": ("PENDING", "(Resources, held)")},
         ),
+        ("printf '7 PENDING caf\\351\\n'", {"7": ("PENDING", "caf\ufffd")}),
         ("echo '7 RUNNING None'; exit 1", None),
         ("echo $$ > {pid}; exec sleep 600", None),
     ],
@@ -500,6 +522,92 @@ def test_whatever_squeue_answers_is_heard_and_one_that_hangs_is_ended(
     if "sleep" in does:
         pid = int((tmp_path / "pid").read_text())
         wait_for(lambda: not psutil.pid_exists(pid))
+
+
+def test_however_many_wait_for_a_slow_squeue_it_is_asked_once_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (said := tmp_path / "said").touch()
+    commands(tmp_path, monkeypatch, squeue=f"echo begun >> {said}; sleep 0.2; echo ended >> {said}")
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.02)
+    queue = slurm_jobs._Queue()
+
+    async def look(after_s: float) -> slurm_jobs.Jobs | None:
+        await asyncio.sleep(after_s)
+        begun = said.read_text().count("begun")
+        found = await queue.look()
+        assert said.read_text().count("ended") > begun or not after_s  # it began after it was asked for
+        return found
+
+    async def looks() -> list[slurm_jobs.Jobs | None]:
+        return await asyncio.gather(*(look(number * 0.03) for number in range(5)))
+
+    assert asyncio.run(looks()) == [{}] * 5
+    assert said.read_text().split() == ["begun", "ended"] * 2
+
+
+def test_a_job_that_is_being_submitted_is_not_told_to_leave_before_it_has_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (said := tmp_path / "said").touch()
+    submits = f"echo begun >> {said}; sleep 0.3; echo Submitted batch job 7"
+    commands(tmp_path, monkeypatch, sbatch=submits, scancel=f'echo "$@" >> {said}', squeue="echo 7 RUNNING None")
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.02)
+    place = spot_jobs(tmp_path)
+
+    async def live() -> None:
+        await place.start()
+        await until(lambda: said.read_text())
+        place.evict()
+        place.want(False)
+        await until(lambda: "TERM" in said.read_text())
+        place.evict()
+        await until(lambda: "KILL" in said.read_text())
+        await place.close()
+
+    asyncio.run(live())
+
+    begun, *told, last = said.read_text().splitlines()
+    assert (begun, last) == ("begun", "7")
+    assert {*told} == {"--state=PENDING 7", "--signal=TERM 7", "--signal=KILL --full 7"}
+
+
+def test_a_place_is_closed_though_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (said := tmp_path / "said").touch()
+    commands(tmp_path, monkeypatch, sbatch=f"echo begun >> {said}; sleep 2; echo ended >> {said}")
+    monkeypatch.setattr(slurm_jobs, "ANSWER_S", 0.1)
+    place = spot_jobs(tmp_path)
+
+    async def live() -> str:
+        await place.start()
+        await until(lambda: said.read_text())
+        await place.close()
+        so_far = said.read_text()
+        await until(lambda: "ended" in said.read_text())
+        return so_far
+
+    assert asyncio.run(live()) == "begun\n"
+
+
+def spot_jobs(run_dir: Path) -> slurm_jobs.SlurmJobs:
+    pytest.importorskip("dask_jobqueue")
+    section = config.load(settings_file(run_dir), JOBS).pools.spot
+    job = {"pool": "spot", "first": 0, "section": section, "run_dir": run_dir, "security": None}
+    return slurm_jobs.SlurmJobs("tcp://127.0.0.1:1", name="spot-0", job=job)
+
+
+def commands(where: Path, monkeypatch: pytest.MonkeyPatch, **does: str) -> None:
+    """Commands of Slurm, by what a shell does for them."""
+    for command, script in does.items():
+        (where / command).write_text(f"#!/bin/sh\n{script}\n")
+        (where / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(where), prepend=os.pathsep)
+
+
+async def until(what: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not what():
+            await asyncio.sleep(0.01)
 
 
 def test_a_run_may_have_any_name_and_lie_anywhere(tmp_path: Path) -> None:

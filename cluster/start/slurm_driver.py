@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.start.slurm import (
-    ANSWER_S,
     Jobs,
     cancel_all,
     check_job,
@@ -23,6 +22,7 @@ from cluster.start.slurm import (
     output_line,
     plain,
     queue,
+    run_command,
     sbatch,
     worker_job,
 )
@@ -82,7 +82,7 @@ def check_jobs(config: Config, run_dir: Path | str) -> None:
         SpotlightError: it would not, or the driver's time limit is too short to make progress.
     """
     limit_s = seconds_of(config.cluster.slurm.time)
-    if limit_s is not None and limit_s < DRIVER_LEAST_S:
+    if limit_s is not None and 0 < limit_s < DRIVER_LEAST_S:  # 0 is no limit
         raise SpotlightError(
             f"cluster.slurm.time = {config.cluster.slurm.time!r}: the driver is told {DRIVER_NOTICE_S} s before its "
             f"time is over, and needs minutes to get on: give it {DRIVER_LEAST_S // 60} minutes at least"
@@ -96,7 +96,7 @@ def seconds_of(limit: str) -> float | None:
     """Seconds of a time limit in a form of `man sbatch`; None for other forms, which are left to Slurm."""
     days, dash, clock = limit.rpartition("-")
     parts = clock.split(":")
-    if not all(part.isdigit() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
+    if not all(part.isdecimal() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
         return None
     numbers = list(map(int, parts))
     if dash:  # days-hours[:minutes[:seconds]]
@@ -186,9 +186,8 @@ def stop_job(run: RunDir) -> bool:
     job = job_of(run)
     if not job or _queued().get(job, ("", ""))[0] != "RUNNING":
         return False
-    asked = ["scancel", "--batch", "--signal=TERM", job]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(asked, capture_output=True, timeout=ANSWER_S, check=False).returncode == 0
+        return run_command("scancel", "--batch", "--signal=TERM", job)[0] == 0
     return False
 
 
