@@ -375,8 +375,9 @@ def test_a_worker_that_freezes_before_it_joins_is_replaced(tmp_path: Path, monke
 
 @pytest.mark.parametrize("error", [RuntimeError("name taken"), ValueError("name taken"), OSError(), TimeoutError()])
 def test_the_worker_beside_the_driver_is_started_again_whatever_kept_it_from_starting(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
+    """If that lasts, it is said once: the run would wait for ever, and nobody would know for what."""
     tries: list[str] = []
 
     class Refused:
@@ -395,9 +396,11 @@ def test_the_worker_beside_the_driver_is_started_again_whatever_kept_it_from_sta
         kept.cancel()
 
     monkeypatch.setattr(pools, "RETRY_S", 0.01)
+    monkeypatch.setattr(pools, "HEAD_FAILURES", 2)
     asyncio.run(asyncio.wait_for(keep(), 30.0))
 
     assert len(tries) == 3
+    assert [repr(error) in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_where_no_reserved_worker_can_take_part_the_run_cannot_go_on(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ DASK_SETTINGS = {
 DASHBOARD_LINK = "{scheme}://{host}:{port}/status"
 """Dask's default."""
 RETRY_S = 0.5
+HEAD_FAILURES = 20
+"""Starts of the head worker that fail in a row until that is said."""
 HAND_OUT_ATTEMPTS = 5
 """A worker may die while the plugin is sent to it; it is not asked again."""
 HAND_OUT_S = 15.0
@@ -389,10 +391,21 @@ class Head:
         await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def _keep(self) -> None:
+        failures = 0
         while True:
-            with contextlib.suppress(OSError, TimeoutError, ValueError, RuntimeError):  # its former self is still there
+            try:
                 async with self._worker() as worker:
+                    failures = 0
                     await worker.finished()
+            except (OSError, TimeoutError, ValueError, RuntimeError) as error:  # at first, its former self is there
+                failures += 1
+                if failures == HEAD_FAILURES:
+                    logger.warning(
+                        "the worker beside the driver does not start, and nothing is decided without it (%s): it is "
+                        "tried again every %g s",
+                        repr(_root_of(error)),
+                        RETRY_S,
+                    )
             await asyncio.sleep(RETRY_S)
 
     def _worker(self) -> Worker:
@@ -439,10 +452,21 @@ def _start(stack: contextlib.ExitStack, config: Config, files: Path, directory: 
             return stack.enter_context(slurm_cluster(config, files, directory))
         return stack.enter_context(local_cluster(config, directory, DASK_SETTINGS))
     except RuntimeError as error:  # Dask raises it for any cause
+        there = "this machine's network is up, 127.0.0.1 too,"
+        if config.cluster.manager == "slurm":
+            host = config.cluster.host or socket.gethostname()
+            there = f"{host} is an address of this machine (cluster.host, or else its name), that its network is up,"
         raise SpotlightError(
-            f"the run's scheduler cannot be started or reached ({error.__cause__ or error}): "
-            "see that this machine's network is up, 127.0.0.1 too, and that no firewall is between"
+            f"the run's scheduler cannot be started or reached ({_root_of(error)}): "
+            f"see that {there} and that no firewall is between"
         ) from error
+
+
+def _root_of(error: BaseException) -> BaseException:
+    """What an error was raised from at first: Dask's own say only that something failed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 class WhileAny:
