@@ -389,8 +389,85 @@ def test_what_slurm_is_asked_for_is_for_slurm_to_judge(tmp_path: Path) -> None:
 def test_a_home_that_cannot_hold_the_certificate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/proc")
 
-    with pytest.raises(SpotlightError, match=r"/proc/\.spotlight cannot be made .* set HOME"):
+    with pytest.raises(SpotlightError, match=r"/proc/\.spotlight cannot be made or written .* set HOME"):
         ExitStack().enter_context(slurm_jobs._certificates(tmp_path))
+
+
+def test_a_directory_that_takes_no_certificate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a full disk; into this one not even root can write."""
+    (tmp_path / ".spotlight").symlink_to("/proc/self/fdinfo")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    with pytest.raises(SpotlightError, match=r"\.spotlight cannot be made or written .* set HOME"):
+        ExitStack().enter_context(slurm_jobs._certificates(tmp_path))
+
+
+def test_a_host_that_is_not_this_machine_s_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("dask_jobqueue")
+    commands(tmp_path, monkeypatch, sbatch="", squeue="", scancel="")
+    settings = config.load(settings_file(tmp_path), [*JOBS, 'cluster.host="192.0.2.1"'])  # no machine has it
+
+    with pytest.raises(SpotlightError, match=r"\(.*address.*\): see that 192\.0\.2\.1 is an address of this machine"):
+        RunCluster(settings, tmp_path)
+
+
+def test_a_run_s_certificate_fits_into_a_directory_s_name_however_long_the_run_s_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    runs = [tmp_path / ("\u4e00" * 84 + number) for number in "12"]
+
+    with slurm_jobs._certificates(runs[0]), slurm_jobs._certificates(runs[1]):
+        lent = list(tmp_path.glob(".spotlight/*/key.pem"))
+
+    assert len(lent) == 2
+
+
+def test_a_job_that_was_sent_away_is_followed_by_another_as_soon_as_it_is_wanted_and_no_earlier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (state := tmp_path / "state").touch()
+    (said := tmp_path / "said").touch()
+    submits = f"echo submitted >> {said}; echo 7 RUNNING None > {state}; echo Submitted batch job 7"
+    commands(tmp_path, monkeypatch, sbatch=submits, squeue=f"cat {state}", scancel=f": > {state}")
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.02)
+    monkeypatch.setattr(slurm_jobs, "again_s", lambda failures: COLD_S)
+    place = spot_jobs(tmp_path)
+
+    async def live() -> int:
+        await place.start()
+        await until(lambda: place._number)
+        place.want(False)
+        await until(lambda: not place._number)
+        await asyncio.sleep(0.1)
+        early = said.read_text().count("submitted")
+        place.want(True)
+        await until(lambda: said.read_text().count("submitted") == 2)
+        await place.close()
+        return early
+
+    assert asyncio.run(live()) == 1
+
+
+def test_a_place_knows_its_workers_and_says_what_its_job_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (state := tmp_path / "state").write_text("7 PENDING Priority")
+    commands(tmp_path, monkeypatch, sbatch="echo Submitted batch job 7", squeue=f"cat {state}", scancel="")
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.02)
+    place = spot_jobs(tmp_path)
+
+    async def live() -> None:
+        await place.start()
+        await until(lambda: place.waits() == "job 7 is PENDING (Priority)")
+        state.write_text("7 RUNNING None")
+        await until(lambda: not place.waits())
+        await place.close()
+
+    asyncio.run(live())
+
+    asked = ("spot-0", "spot-1", "spot-2", "reserved-0", "head-1a2b")
+    assert [name for name in asked if place.has(name)] == ["spot-0", "spot-1"]
 
 
 def test_a_hint_fits_what_slurm_refused() -> None:
@@ -570,6 +647,24 @@ def test_a_job_that_is_being_submitted_is_not_told_to_leave_before_it_has_a_numb
     begun, *told, last = said.read_text().splitlines()
     assert (begun, last) == ("begun", "7")
     assert {*told} == {"--state=PENDING 7", "--signal=TERM 7", "--signal=KILL --full 7"}
+
+
+def test_a_job_that_slurm_takes_while_its_place_is_closed_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (said := tmp_path / "said").touch()
+    submits = f"echo begun >> {said}; sleep 0.3; echo Submitted batch job 7"
+    commands(tmp_path, monkeypatch, sbatch=submits, squeue="", scancel=f'echo cancel "$@" >> {said}')
+    place = spot_jobs(tmp_path)
+
+    async def live() -> None:
+        await place.start()
+        await until(lambda: said.read_text())
+        await place.close()
+
+    asyncio.run(live())
+
+    assert said.read_text().splitlines() == ["begun", "cancel 7"]
 
 
 def test_a_place_is_closed_though_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,8 @@ FAILURES_MAX = 8
 """Jobs in a row that end before one of their workers has joined; after so many, no more are submitted."""
 LAST_BYTES, LINE_MAX = 4_000, 240
 """Bytes at the end of a job's output that are searched for its last line, and characters of it that are shown."""
+RUN_NAME_MAX = 40
+"""Characters of a run's name in the names of its jobs, and of a directory, which may have 255 bytes."""
 ANSWER_S = 60.0
 """How long to wait for an answer of Slurm."""
 DRAIN_MARGIN_S = 10.0
@@ -384,7 +386,7 @@ def worker_job(
 
 def job_name(run_dir: Path, name: str) -> str:
     """A job's name in the queue, with its run's, since a user may have several runs there."""
-    return f"{plain(run_dir.name)}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
+    return f"{plain(run_dir.name)[:RUN_NAME_MAX]}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
 
 
 def _tls(security: Security | None) -> Iterator[str]:
@@ -533,16 +535,18 @@ def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     """
     security = certificate()
     folder = home() / ".spotlight"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise SpotlightError(
-            f"{folder} cannot be made ({error.strerror}): the run's certificate lies there for the workers' jobs while "
-            "it goes on: set HOME to a directory of yours that all nodes see"
-        ) from None
     prefix = job_name(run_dir, "tls-")
-    for left in folder.glob(f"{glob.escape(prefix)}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as directory, janitor.registered("folder", directory):
-        cert, key = map(str, write(Path(directory), security))
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for left in folder.glob(f"{glob.escape(prefix)}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=folder))
+            stack.enter_context(janitor.registered("folder", directory))
+            cert, key = map(str, write(Path(directory), security))
+        except OSError as error:
+            raise SpotlightError(
+                f"{folder} cannot be made or written ({error.strerror}): the run's certificate lies there for the "
+                "workers' jobs while it goes on: set HOME to a directory of yours that all nodes see"
+            ) from None
         yield security, Security(require_encryption=True, tls_ca_file=cert, tls_worker_cert=cert, tls_worker_key=key)
