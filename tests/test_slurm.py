@@ -48,6 +48,7 @@ JOBS = (
     "pools.spot.workers_per_node=2",
 )
 WORK = (*LITTLE, 'strategy.rollout_pools=["spot"]')  # without spot workers, nothing goes on
+NO_SPOT = ("pools.spot.workers=0", "strategy.exploration=off")
 JOINING = "Starting Worker plugin spotlight-member"
 PACED = ("pace.gpu=h100", "pace.score_s=0", "pace.speedup=1.5")
 """A rollout lasts two seconds, and all of an iteration four: Slurm needs one to displace a job."""
@@ -393,6 +394,80 @@ def test_a_home_that_cannot_hold_the_certificate_is_named(tmp_path: Path, monkey
         ExitStack().enter_context(slurm_jobs._certificates(tmp_path))
 
 
+def test_a_run_s_certificate_is_this_user_s_alone_and_one_that_was_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (run := tmp_path / "a [run]").mkdir()
+    (left := tmp_path / ".spotlight" / slurm_jobs.job_name(run, "tls-left")).mkdir(parents=True)
+    (others := tmp_path / ".spotlight" / slurm_jobs.job_name(tmp_path / "b" / run.name, "tls-used")).mkdir()
+
+    with slurm_jobs._certificates(run):
+        (key,) = tmp_path.glob(".spotlight/*/key.pem")
+        assert not left.exists()
+        assert {path.stat().st_mode & 0o077 for path in (key, key.parent)} == {0}
+
+    assert list((tmp_path / ".spotlight").iterdir()) == [others]
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (None, ""),
+        (b"", ""),
+        (b"first\nlast\n\n", "last"),
+        (b"caf\xe9\n", "caf\ufffd"),
+        (b"\x1b[31mred\x1b[0m\n", "[31mred[0m"),
+        (b"a" * 1_000, "a" * slurm_jobs.LINE_MAX),
+        (b"long ago\n" + b"\n" * slurm_jobs.LAST_BYTES, ""),
+    ],
+)
+def test_the_last_words_of_a_job_are_a_line_that_a_terminal_can_show(
+    tmp_path: Path, written: bytes | None, said: str
+) -> None:
+    if written is not None:
+        (tmp_path / "out").write_bytes(written)
+
+    assert slurm_jobs.last_line(tmp_path / "out") == said
+
+
+@pytest.mark.parametrize(
+    ("address", "given", "warns"),
+    [
+        ("tls://127.0.1.1:40001", "", True),
+        ("tls://[::1]:40001", "", True),
+        ("tls://10.0.0.5:40001", "", False),
+        ("tls://127.0.0.1:40001", "127.0.0.1", False),
+    ],
+)
+def test_an_address_that_other_machines_do_not_reach_is_warned_of_unless_it_was_chosen(
+    caplog: pytest.LogCaptureFixture, address: str, given: str, warns: bool
+) -> None:
+    slurm_jobs._warn_of_loopback(address, given=given)
+
+    assert [address in record.getMessage() for record in caplog.records] == [True] * warns
+
+
+def test_a_run_begins_by_cancelling_what_a_killed_driver_of_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("dask_jobqueue")
+    settings = config.load(settings_file(tmp_path), [*JOBS, *NO_SPOT])
+    left = slurm_jobs.job_name(tmp_path, "reserved-0")
+    asked = f'echo $(basename $0) "$@" >> {tmp_path / "asked"}; '
+    queued = f"{asked}case $* in *%j*) echo 6 {left};; *) echo 7 PENDING None;; esac"
+    commands(tmp_path, monkeypatch, sbatch=f"{asked}echo Submitted batch job 7", squeue=queued, scancel=asked)
+
+    with slurm_jobs.slurm_cluster(settings, tmp_path, str(tmp_path)):
+        wait_for(lambda: (tmp_path / "asked").read_text().count("sbatch") == 2)
+
+    lines = (tmp_path / "asked").read_text().splitlines()
+    (cancels,) = (number for number, line in enumerate(lines) if line == "scancel 6")
+    assert ["--test-only" in line for line in lines if "sbatch" in line] == [True, False]
+    assert not any("sbatch" in line and "--test-only" not in line for line in lines[:cancels])
+    assert lines[-1] == "scancel 7"
+
+
 def test_a_directory_that_takes_no_certificate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one on a full disk; into this one not even root can write."""
     (tmp_path / ".spotlight").symlink_to("/proc/self/fdinfo")
@@ -526,9 +601,11 @@ def test_a_time_limit_of_zero_is_none_as_to_slurm(tmp_path: Path, monkeypatch: p
     pytest.importorskip("dask_jobqueue")
     commands(tmp_path, monkeypatch, sbatch=f"cat >> {tmp_path / 'asked'}")
 
-    slurm_driver.check_jobs(config.load(settings_file(tmp_path), [*JOBS, 'cluster.slurm.time="0"']), tmp_path / "run")
+    given = [*JOBS, 'cluster.slurm.time="0"', *NO_SPOT]
 
-    assert (tmp_path / "asked").read_text().count("#!/usr/bin/env bash") == 2
+    slurm_driver.check_jobs(config.load(settings_file(tmp_path), given), tmp_path / "run")
+
+    assert (tmp_path / "asked").read_text().count("#!/usr/bin/env bash") == 1  # no job without workers
 
 
 def test_a_workers_own_page_is_for_its_machine_alone(tmp_path: Path) -> None:
