@@ -276,6 +276,64 @@ def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Pa
     assert "Invalid time unit" in said
 
 
+def test_a_worker_that_does_not_leave_in_time_is_killed_and_its_successor_is_left_alone(tmp_path: Path) -> None:
+    settings = {"distributed.comm.timeouts.connect": "1h"}
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0, grace_s=1.0)
+
+    async def live() -> tuple[int, int]:
+        place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock([]))
+
+        async def next_after(before: int) -> int:
+            async with asyncio.timeout(WAIT_S):
+                while not (place._process and place._process.pid not in (None, before)):
+                    await asyncio.sleep(0.01)
+            return place._process.pid or 0
+
+        await place.start()
+        os.kill(frozen := await next_after(0), signal.SIGSTOP)
+        place._warn()
+        second = await next_after(frozen)
+        place._warn()
+        third = await next_after(second)
+        await asyncio.sleep(1.2)
+        found = third, await next_after(0)
+        await place.close()
+        return found
+
+    third, last = asyncio.run(live())
+    assert third == last
+
+
+def test_a_worker_that_its_trace_freezes_is_killed_in_the_end(tmp_path: Path) -> None:
+    settings = {"distributed.comm.timeouts.connect": "1h"}
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0, ups=((0.0, 5.0),), kinds=("hang",), frozen_s=0.2)
+    clock = TraceClock(["spot-0"])
+
+    async def live() -> None:
+        place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=clock)
+        await place.start()
+        async with asyncio.timeout(WAIT_S):
+            while not place._process:
+                await asyncio.sleep(0.01)
+            clock.heard_of("spot-0")
+            clock._began_s -= 4.8  # so long ago
+            while place._process:
+                await asyncio.sleep(0.01)
+        await place.close()
+
+    asyncio.run(live())
+
+
+def test_a_place_that_gave_up_ends_the_run(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert live.pools.cluster
+    monkeypatch.setattr(live.pools.cluster.workers["spot-0"], "failure", "spot-0: no memory")
+
+    with pytest.raises(SpotlightError, match="spot-0: no memory"):
+        live.pools.status()
+
+
 def test_a_place_does_not_repeat_what_an_earlier_process_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "spot-0.failed").write_text("OSError: no network")
     monkeypatch.setattr(local, "START_ATTEMPTS", 1)

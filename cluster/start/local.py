@@ -186,17 +186,13 @@ class WorkerKeeper(ProcessInterface):
             if kind == "notice":
                 self._warn()
             elif kind == "hang":
-                self._signal(signal.SIGSTOP)
-                self._kill_later(self._schedule.frozen_s)
+                self._signal(signal.SIGSTOP)  # see `_end_of`
             else:
                 self._signal(signal.SIGKILL)
 
     def _warn(self) -> None:
         self._signal(signal.SIGTERM)
-        self._kill_later(self._schedule.grace_s)
-
-    def _kill_later(self, grace_s: float) -> None:
-        killing = asyncio.create_task(self._kill_after(grace_s))
+        killing = asyncio.create_task(self._kill_after(self._schedule.grace_s))
         self._tasks = [*(task for task in self._tasks if not task.done()), killing]
 
     async def _kill_after(self, grace_s: float) -> None:
