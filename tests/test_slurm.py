@@ -190,6 +190,26 @@ def test_only_a_drivers_job_that_runs_is_told_to_stop_and_its_batch_script_alone
     assert told.read_text() == ("--batch --signal=TERM 7\n" if state == "RUNNING" else "")
 
 
+@pytest.mark.parametrize(
+    ("squeue", "says", "of_a_stopped_run"),
+    [
+        ("echo 7 PENDING Priority", "its driver is Slurm's job 7, which is PENDING (Priority)", True),
+        ("", "its driver's job 7 ended (it is not in the queue any more)", False),
+        ("exit 1", "its driver is Slurm's job 7, and how that is, Slurm does not say here", False),
+    ],
+)
+def test_a_drivers_job_is_not_said_to_have_ended_where_slurm_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, says: str, of_a_stopped_run: bool
+) -> None:
+    """As on a machine that has the run's directory and no Slurm."""
+    (tmp_path / "slurm").mkdir()
+    slurm_driver.record(run := RunDir(tmp_path), "7")
+    commands(tmp_path, monkeypatch, squeue=squeue, scontrol="exit 1")
+
+    assert slurm_driver.told_of(run, only_queued=False).startswith(says)
+    assert bool(slurm_driver.told_of(run, only_queued=True)) is of_a_stopped_run
+
+
 @pytest.mark.live
 @pytest.mark.timeout(3 * COLD_S)
 @pytest.mark.usefixtures("slurm")
