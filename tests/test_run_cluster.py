@@ -70,6 +70,8 @@ def test_a_pool_that_is_made_smaller_has_its_last_workers_leave_and_may_grow_aga
     try:
         wait_for(lambda: len(spot()) == 2)
         live.pools.scale(spot=1)
+        wait_for(lambda: len(live.snapshot().workers) == 2)
+        live.pools.scale(spot=1)  # again, before anybody asked why they went
         wait_for(lambda: ("spot-1", "sent away") in spot())
         with pytest.raises(SpotlightError, match=r"spot = 3: this run can have 0, 1, 2 \(pools\.spot\.workers\)"):
             live.pools.scale(spot=3)

@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -102,8 +103,8 @@ class RunCluster:
         self._gone = ""
         """That the scheduler is gone; empty until it is: it is asked no more then, as each time would take a minute."""
         self._fetched = 0
-        self._sent_away: dict[str, float] = {}
-        """{surplus worker (`scale`): when it was told to leave}"""
+        self._sent_away = defaultdict[str, list[float]](list)
+        """{surplus worker (`scale`): when it was told to leave}; all times, as lives are drained later"""
         self._noted: list[dict[str, Any]] = []
         """Events that the scheduler does not see, for the next `drain`."""
         with contextlib.ExitStack() as stack:
@@ -285,8 +286,8 @@ class RunCluster:
 
     def _as_it_left(self, life: WorkerLife) -> WorkerLife:
         """The life of a worker, with the reason corrected if it was sent away by `scale`."""
-        sent_s = self._sent_away.get(life.worker)
-        if sent_s is None or not life.was_taken or not life.joined_s <= sent_s <= (life.left_s or 0):
+        sent_s = self._sent_away.get(life.worker, ())
+        if not life.was_taken or not any(life.joined_s <= at_s <= (life.left_s or 0) for at_s in sent_s):
             return life
         return replace(life, reason="sent away")
 
@@ -317,8 +318,8 @@ class RunCluster:
 
         for first, place in places.items():
             if first >= spot:
-                names = filter(place.has, (f"spot-{number}" for number in range(self._spot_workers)))
-                self._sent_away |= dict.fromkeys(names, wall_clock())
+                for name in filter(place.has, (f"spot-{number}" for number in range(self._spot_workers))):
+                    self._sent_away[name].append(wall_clock())
 
         async def change() -> None:
             for first, place in places.items():
