@@ -479,7 +479,7 @@ def test_a_run_begins_by_cancelling_what_a_killed_driver_of_it_left(
     commands(tmp_path, monkeypatch, sbatch=f"{asked}echo Submitted batch job 7", squeue=queued, scancel=asked)
 
     with slurm_jobs.slurm_cluster(settings, tmp_path, str(tmp_path)):
-        wait_for(lambda: (tmp_path / "asked").read_text().count("sbatch") == 2)
+        wait_for(lambda: (tmp_path / "asked").read_text().count("sbatch") >= 2)
 
     lines = (tmp_path / "asked").read_text().splitlines()
     (cancels,) = (number for number, line in enumerate(lines) if line == "scancel 6")
@@ -589,7 +589,21 @@ def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
     assert "#SBATCH --gres=gpu:2" in spot
     assert "#SBATCH --nodelist=n1" in spot
     assert "#SBATCH -t" not in spot
+    for job in (reserved, spot):  # Slurm queues it again, adds to its output, and warns it before its time is over
+        assert {"#SBATCH --requeue", "#SBATCH --open-mode=append", "#SBATCH --signal=TERM@30"} <= {*job.splitlines()}
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_the_last_job_of_a_pool_has_the_workers_that_are_left_and_is_warned_without_grace_too(tmp_path: Path) -> None:
+    pytest.importorskip("dask_jobqueue")
+    settings = config.load(settings_file(tmp_path), [*JOBS, "pools.spot.workers=3", "pools.spot.grace_s=0"])
+
+    last = slurm_jobs.worker_job(
+        "tls://here:1", pool="spot", first=2, section=settings.pools.spot, run_dir=tmp_path, security=None
+    )
+
+    assert {"#SBATCH --ntasks=1", "#SBATCH --signal=TERM@1"} <= {*last.job_script().splitlines()}
+    assert "srun --ntasks=1 " in last.job_script()
 
 
 @pytest.mark.parametrize(
