@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -169,8 +170,50 @@ def test_engines_that_a_worker_whose_name_is_a_number_loses_are_counted() -> Non
     asyncio.run(lost())
 
 
-@pytest.mark.parametrize("tasks", [2, 40])
-def test_what_others_submit_never_runs_beside_the_scheduler(tasks: int) -> None:
+def test_during_a_run_dask_neither_moves_work_nor_gives_it_up_and_afterwards_it_does_as_before() -> None:
+    def rules_of(scheduler: Scheduler) -> dict[str, object]:
+        return {
+            "losses": scheduler.allowed_failures,
+            "silence_s": scheduler.worker_ttl,
+            "waiting": scheduler.no_workers_timeout,
+            "steals": "stealing" in scheduler.periodic_callbacks,
+            "moves results": scheduler.extensions["amm"].running,
+            "its own": {name for name in vars(scheduler) if callable(getattr(Scheduler, name, None))},
+        }
+
+    async def run() -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
+        async with (
+            Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp") as scheduler,
+            Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
+        ):
+            before = rules_of(scheduler)
+            plugin = DispatchPlugin("run", "s", RULES, owner=client.id, driver="me", member="m")
+            await client.register_plugin(plugin)
+            await until(lambda: "stealing" not in scheduler.periodic_callbacks)
+            during, there = rules_of(scheduler), scheduler.plugins[DispatchPlugin.name]
+            assert isinstance(there, DispatchPlugin)
+            await there.leave()
+            await until(lambda: "stealing" in scheduler.periodic_callbacks)
+            return before, during, rules_of(scheduler)
+
+    with dask.config.set({"distributed.scheduler.allowed-failures": 0, "distributed.scheduler.no-workers-timeout": 60}):
+        before, during, after = asyncio.run(run())
+
+    assert before["steals"]
+    assert before["moves results"]
+    assert during == {
+        "losses": 1_000_000,
+        "silence_s": inf,
+        "waiting": None,
+        "steals": False,
+        "moves results": False,
+        "its own": {"valid_workers", "check_idle_saturated", "decide_worker_rootish_queuing_disabled"},
+    }
+    assert after == before
+
+
+@pytest.mark.parametrize(("tasks", "saturation"), [(2, 1.1), (40, 1.1), (40, inf)])
+def test_what_others_submit_never_runs_beside_the_scheduler(tasks: int, saturation: float) -> None:
     """There the driver is. Other workers are busy, so that the head is the one that Dask would choose."""
 
     async def run() -> set[str]:
@@ -181,7 +224,8 @@ def test_what_others_submit_never_runs_beside_the_scheduler(tasks: int) -> None:
             futures: Any = there.client.map(_name_of_worker, [0.2] * tasks, pure=False)
             return set(await asyncio.wait_for(there.client.gather(futures), WAIT_S))
 
-    assert asyncio.run(run()) == {"spot-0"}
+    with dask.config.set({"distributed.scheduler.worker-saturation": saturation}):
+        assert asyncio.run(run()) == {"spot-0"}
 
 
 def test_what_others_submit_waits_where_the_head_alone_is_there() -> None:

@@ -70,6 +70,8 @@ def test_a_pool_that_is_made_smaller_has_its_last_workers_leave_and_may_grow_aga
     try:
         wait_for(lambda: len(spot()) == 2)
         live.pools.scale(spot=1)
+        wait_for(lambda: len(live.snapshot().workers) == 2)
+        live.pools.scale(spot=1)  # again, before anybody asked why they went
         wait_for(lambda: ("spot-1", "sent away") in spot())
         with pytest.raises(SpotlightError, match=r"spot = 3: this run can have 0, 1, 2 \(pools\.spot\.workers\)"):
             live.pools.scale(spot=3)
@@ -276,6 +278,92 @@ def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Pa
     assert "Invalid time unit" in said
 
 
+def test_a_worker_that_does_not_leave_in_time_is_killed_and_its_successor_is_left_alone(tmp_path: Path) -> None:
+    settings = {"distributed.comm.timeouts.connect": "1h"}
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0, grace_s=1.0)
+
+    async def live() -> tuple[int, int]:
+        place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock([]))
+
+        async def next_after(before: int) -> int:
+            async with asyncio.timeout(WAIT_S):
+                while not (place._process and place._process.pid not in (None, before)):
+                    await asyncio.sleep(0.01)
+            return place._process.pid or 0
+
+        await place.start()
+        os.kill(frozen := await next_after(0), signal.SIGSTOP)
+        place._warn()
+        second = await next_after(frozen)
+        place._warn()
+        third = await next_after(second)
+        await asyncio.sleep(1.2)
+        found = third, await next_after(0)
+        await place.close()
+        return found
+
+    third, last = asyncio.run(live())
+    assert third == last
+
+
+def test_a_worker_that_its_trace_freezes_is_killed_in_the_end(tmp_path: Path) -> None:
+    settings = {"distributed.comm.timeouts.connect": "1h"}
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0, ups=((0.0, 5.0),), kinds=("hang",), frozen_s=0.2)
+    clock = TraceClock(["spot-0"])
+
+    async def live() -> None:
+        place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=clock)
+        await place.start()
+        async with asyncio.timeout(WAIT_S):
+            while not place._process:
+                await asyncio.sleep(0.01)
+            clock.heard_of("spot-0")
+            clock._began_s -= 4.8  # so long ago
+            while place._process:
+                await asyncio.sleep(0.01)
+        await place.close()
+
+    asyncio.run(live())
+
+
+def test_a_place_that_gave_up_ends_the_run(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert live.pools.cluster
+    monkeypatch.setattr(live.pools.cluster.workers["spot-0"], "failure", "spot-0: no memory")
+
+    with pytest.raises(SpotlightError, match="spot-0: no memory"):
+        live.pools.status()
+
+
+def test_a_place_does_not_repeat_what_an_earlier_process_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spot-0.failed").write_text("OSError: no network")
+    monkeypatch.setattr(local, "START_ATTEMPTS", 1)
+    settings = {7: "ends it before it can say anything"}
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0)
+    place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock([]))
+
+    asyncio.run(place._keep())
+
+    assert place.failure == "spot-0: 1 processes in a row could not become a worker: it said nothing"
+
+
+def test_traces_begin_without_workers_that_were_sent_away_before_they_joined(tmp_path: Path) -> None:
+    clock = TraceClock(["spot-0", "spot-1"])
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": {}, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0)
+
+    async def live() -> None:
+        place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-1", spec=spec, schedule=schedule, clock=clock)
+        clock.heard_of("spot-0")
+        place.want(False)
+        await asyncio.wait_for(clock.begun(), WAIT_S)
+        await place.close()
+
+    asyncio.run(live())
+
+
 def test_a_place_keeps_nothing_of_notices_whose_time_is_over(tmp_path: Path) -> None:
     """A place of a long run gives hundreds."""
     spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": {}, "security": None}
@@ -347,8 +435,9 @@ def test_a_worker_that_freezes_before_it_joins_is_replaced(tmp_path: Path, monke
 
 @pytest.mark.parametrize("error", [RuntimeError("name taken"), ValueError("name taken"), OSError(), TimeoutError()])
 def test_the_worker_beside_the_driver_is_started_again_whatever_kept_it_from_starting(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
+    """If that lasts, it is said once: the run would wait for ever, and nobody would know for what."""
     tries: list[str] = []
 
     class Refused:
@@ -367,9 +456,11 @@ def test_the_worker_beside_the_driver_is_started_again_whatever_kept_it_from_sta
         kept.cancel()
 
     monkeypatch.setattr(pools, "RETRY_S", 0.01)
+    monkeypatch.setattr(pools, "HEAD_FAILURES", 2)
     asyncio.run(asyncio.wait_for(keep(), 30.0))
 
     assert len(tries) == 3
+    assert [repr(error) in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_where_no_reserved_worker_can_take_part_the_run_cannot_go_on(tmp_path: Path) -> None:

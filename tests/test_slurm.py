@@ -48,6 +48,7 @@ JOBS = (
     "pools.spot.workers_per_node=2",
 )
 WORK = (*LITTLE, 'strategy.rollout_pools=["spot"]')  # without spot workers, nothing goes on
+NO_SPOT = ("pools.spot.workers=0", "strategy.exploration=off")
 JOINING = "Starting Worker plugin spotlight-member"
 PACED = ("pace.gpu=h100", "pace.score_s=0", "pace.speedup=1.5")
 """A rollout lasts two seconds, and all of an iteration four: Slurm needs one to displace a job."""
@@ -189,6 +190,26 @@ def test_only_a_drivers_job_that_runs_is_told_to_stop_and_its_batch_script_alone
     assert told.read_text() == ("--batch --signal=TERM 7\n" if state == "RUNNING" else "")
 
 
+@pytest.mark.parametrize(
+    ("squeue", "says", "of_a_stopped_run"),
+    [
+        ("echo 7 PENDING Priority", "its driver is Slurm's job 7, which is PENDING (Priority)", True),
+        ("", "its driver's job 7 ended (it is not in the queue any more)", False),
+        ("exit 1", "its driver is Slurm's job 7, and how that is, Slurm does not say here", False),
+    ],
+)
+def test_a_drivers_job_is_not_said_to_have_ended_where_slurm_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, says: str, of_a_stopped_run: bool
+) -> None:
+    """As on a machine that has the run's directory and no Slurm."""
+    (tmp_path / "slurm").mkdir()
+    slurm_driver.record(run := RunDir(tmp_path), "7")
+    commands(tmp_path, monkeypatch, squeue=squeue, scontrol="exit 1")
+
+    assert slurm_driver.told_of(run, only_queued=False).startswith(says)
+    assert bool(slurm_driver.told_of(run, only_queued=True)) is of_a_stopped_run
+
+
 @pytest.mark.live
 @pytest.mark.timeout(3 * COLD_S)
 @pytest.mark.usefixtures("slurm")
@@ -253,14 +274,23 @@ def test_a_partition_that_is_not_there_is_named_in_slurms_words(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("slurm")
-def test_jobs_that_a_killed_driver_left_are_cancelled_by_their_names(tmp_path: Path) -> None:
+def test_jobs_that_a_killed_driver_left_are_cancelled_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the user has Slurm's commands show and cancel running jobs alone, and ask first."""
     run_dir, settings = tmp_path / "a run", config.load(settings_file(tmp_path), JOBS)
     names = [slurm_jobs.job_name(run_dir, name) for name in ("reserved-0", "spot-0", "other")]
     held = ["sbatch", "--parsable", "--hold", "--partition=reserved", "--output=/dev/null", "--wrap=true"]
     mine, spot, other = (slurms(*held, f"--job-name={name}").strip() for name in names)
 
-    cancelled = slurm_jobs.cancel_all(settings, run_dir)
+    with monkeypatch.context() as users:
+        for name, value in {"SQUEUE_STATES": "RUNNING", "SCANCEL_STATE": "RUNNING", "SCANCEL_INTERACTIVE": "1"}.items():
+            users.setenv(name, value)
+        waiting = asyncio.run(slurm_jobs._Queue().look())
+        cancelled = slurm_jobs.cancel_all(settings, run_dir)
 
+    assert waiting is not None
+    assert {mine, spot, other} <= {*waiting}
     assert sorted(cancelled) == sorted([mine, spot])
     assert jobs() == [other]
     slurms("scancel", other)
@@ -273,7 +303,10 @@ def test_what_is_left_of_a_run_is_cancelled_by_one_look_at_the_queue(
     (run.path / "slurm").mkdir()
     slurm_driver.record(run, "7")
     (asked := tmp_path / "asked").touch()
-    for command, does in (("squeue", f"echo '7 a'; echo '8 b'; echo '9 {run.name}'"), ("scancel", ":")):
+    for command, does in (
+        ("squeue", f"printf '6 caf\\351\\n'; echo '7 a'; echo '8 b'; echo '9 {run.name}'"),
+        ("scancel", ":"),
+    ):
         (script := tmp_path / command).write_text(f'#!/bin/sh\necho {command} "$1" >> {asked}\n{does}\n')
         script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -377,8 +410,159 @@ def test_what_slurm_is_asked_for_is_for_slurm_to_judge(tmp_path: Path) -> None:
 def test_a_home_that_cannot_hold_the_certificate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/proc")
 
-    with pytest.raises(SpotlightError, match=r"/proc/\.spotlight cannot be made .* set HOME"):
+    with pytest.raises(SpotlightError, match=r"/proc/\.spotlight cannot be made or written .* set HOME"):
         ExitStack().enter_context(slurm_jobs._certificates(tmp_path))
+
+
+def test_a_run_s_certificate_is_this_user_s_alone_and_one_that_was_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (run := tmp_path / "a [run]").mkdir()
+    (left := tmp_path / ".spotlight" / slurm_jobs.job_name(run, "tls-left")).mkdir(parents=True)
+    (others := tmp_path / ".spotlight" / slurm_jobs.job_name(tmp_path / "b" / run.name, "tls-used")).mkdir()
+
+    with slurm_jobs._certificates(run):
+        (key,) = tmp_path.glob(".spotlight/*/key.pem")
+        assert not left.exists()
+        assert {path.stat().st_mode & 0o077 for path in (key, key.parent)} == {0}
+
+    assert list((tmp_path / ".spotlight").iterdir()) == [others]
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (None, ""),
+        (b"", ""),
+        (b"first\nlast\n\n", "last"),
+        (b"caf\xe9\n", "caf\ufffd"),
+        (b"\x1b[31mred\x1b[0m\n", "[31mred[0m"),
+        (b"a" * 1_000, "a" * slurm_jobs.LINE_MAX),
+        (b"long ago\n" + b"\n" * slurm_jobs.LAST_BYTES, ""),
+    ],
+)
+def test_the_last_words_of_a_job_are_a_line_that_a_terminal_can_show(
+    tmp_path: Path, written: bytes | None, said: str
+) -> None:
+    if written is not None:
+        (tmp_path / "out").write_bytes(written)
+
+    assert slurm_jobs.last_line(tmp_path / "out") == said
+
+
+@pytest.mark.parametrize(
+    ("address", "given", "warns"),
+    [
+        ("tls://127.0.1.1:40001", "", True),
+        ("tls://[::1]:40001", "", True),
+        ("tls://10.0.0.5:40001", "", False),
+        ("tls://127.0.0.1:40001", "127.0.0.1", False),
+    ],
+)
+def test_an_address_that_other_machines_do_not_reach_is_warned_of_unless_it_was_chosen(
+    caplog: pytest.LogCaptureFixture, address: str, given: str, warns: bool
+) -> None:
+    slurm_jobs._warn_of_loopback(address, given=given)
+
+    assert [address in record.getMessage() for record in caplog.records] == [True] * warns
+
+
+def test_a_run_begins_by_cancelling_what_a_killed_driver_of_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("dask_jobqueue")
+    settings = config.load(settings_file(tmp_path), [*JOBS, *NO_SPOT])
+    left = slurm_jobs.job_name(tmp_path, "reserved-0")
+    asked = f'echo $(basename $0) "$@" >> {tmp_path / "asked"}; '
+    queued = f"{asked}case $* in *%j*) echo 6 {left};; *) echo 7 PENDING None;; esac"
+    commands(tmp_path, monkeypatch, sbatch=f"{asked}echo Submitted batch job 7", squeue=queued, scancel=asked)
+
+    with slurm_jobs.slurm_cluster(settings, tmp_path, str(tmp_path)):
+        wait_for(lambda: (tmp_path / "asked").read_text().count("sbatch") >= 2)
+
+    lines = (tmp_path / "asked").read_text().splitlines()
+    (cancels,) = (number for number, line in enumerate(lines) if line == "scancel 6")
+    assert ["--test-only" in line for line in lines if "sbatch" in line] == [True, False]
+    assert not any("sbatch" in line and "--test-only" not in line for line in lines[:cancels])
+    assert lines[-1] == "scancel 7"
+
+
+def test_a_directory_that_takes_no_certificate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a full disk; into this one not even root can write."""
+    (tmp_path / ".spotlight").symlink_to("/proc/self/fdinfo")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    with pytest.raises(SpotlightError, match=r"\.spotlight cannot be made or written .* set HOME"):
+        ExitStack().enter_context(slurm_jobs._certificates(tmp_path))
+
+
+def test_a_host_that_is_not_this_machine_s_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("dask_jobqueue")
+    commands(tmp_path, monkeypatch, sbatch="", squeue="", scancel="")
+    settings = config.load(settings_file(tmp_path), [*JOBS, 'cluster.host="192.0.2.1"'])  # no machine has it
+
+    with pytest.raises(SpotlightError, match=r"\(.*address.*\): see that 192\.0\.2\.1 is an address of this machine"):
+        RunCluster(settings, tmp_path)
+
+
+def test_a_run_s_certificate_fits_into_a_directory_s_name_however_long_the_run_s_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    runs = [tmp_path / ("\u4e00" * 84 + number) for number in "12"]
+
+    with slurm_jobs._certificates(runs[0]), slurm_jobs._certificates(runs[1]):
+        lent = list(tmp_path.glob(".spotlight/*/key.pem"))
+
+    assert len(lent) == 2
+
+
+def test_a_job_that_was_sent_away_is_followed_by_another_as_soon_as_it_is_wanted_and_no_earlier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (state := tmp_path / "state").touch()
+    (said := tmp_path / "said").touch()
+    submits = f"echo submitted >> {said}; echo 7 RUNNING None > {state}; echo Submitted batch job 7"
+    commands(tmp_path, monkeypatch, sbatch=submits, squeue=f"cat {state}", scancel=f": > {state}")
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.02)
+    monkeypatch.setattr(slurm_jobs, "again_s", lambda failures: COLD_S)
+    place = spot_jobs(tmp_path)
+
+    async def live() -> int:
+        await place.start()
+        await until(lambda: place._number)
+        place.want(False)
+        await until(lambda: not place._number)
+        await asyncio.sleep(0.1)
+        early = said.read_text().count("submitted")
+        place.want(True)
+        await until(lambda: said.read_text().count("submitted") == 2)
+        await place.close()
+        return early
+
+    assert asyncio.run(live()) == 1
+
+
+def test_a_place_knows_its_workers_and_says_what_its_job_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (state := tmp_path / "state").write_text("7 PENDING Priority")
+    commands(tmp_path, monkeypatch, sbatch="echo Submitted batch job 7", squeue=f"cat {state}", scancel="")
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.02)
+    place = spot_jobs(tmp_path)
+
+    async def live() -> None:
+        await place.start()
+        await until(lambda: place.waits() == "job 7 is PENDING (Priority)")
+        state.write_text("7 RUNNING None")
+        await until(lambda: not place.waits())
+        await place.close()
+
+    asyncio.run(live())
+
+    asked = ("spot-0", "spot-1", "spot-2", "reserved-0", "head-1a2b")
+    assert [name for name in asked if place.has(name)] == ["spot-0", "spot-1"]
 
 
 def test_a_hint_fits_what_slurm_refused() -> None:
@@ -405,7 +589,21 @@ def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
     assert "#SBATCH --gres=gpu:2" in spot
     assert "#SBATCH --nodelist=n1" in spot
     assert "#SBATCH -t" not in spot
+    for job in (reserved, spot):  # Slurm queues it again, adds to its output, and warns it before its time is over
+        assert {"#SBATCH --requeue", "#SBATCH --open-mode=append", "#SBATCH --signal=TERM@30"} <= {*job.splitlines()}
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_the_last_job_of_a_pool_has_the_workers_that_are_left_and_is_warned_without_grace_too(tmp_path: Path) -> None:
+    pytest.importorskip("dask_jobqueue")
+    settings = config.load(settings_file(tmp_path), [*JOBS, "pools.spot.workers=3", "pools.spot.grace_s=0"])
+
+    last = slurm_jobs.worker_job(
+        "tls://here:1", pool="spot", first=2, section=settings.pools.spot, run_dir=tmp_path, security=None
+    )
+
+    assert {"#SBATCH --ntasks=1", "#SBATCH --signal=TERM@1"} <= {*last.job_script().splitlines()}
+    assert "srun --ntasks=1 " in last.job_script()
 
 
 @pytest.mark.parametrize(
@@ -431,6 +629,17 @@ def test_a_driver_without_time_to_get_on_is_refused_before_it_is_queued(tmp_path
 
     with pytest.raises(SpotlightError, match=r"cluster\.slurm\.time = '00:03:00': .* 5 minutes at least"):
         slurm_driver.check_jobs(settings, tmp_path / "run")
+
+
+def test_a_time_limit_of_zero_is_none_as_to_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("dask_jobqueue")
+    commands(tmp_path, monkeypatch, sbatch=f"cat >> {tmp_path / 'asked'}")
+
+    given = [*JOBS, 'cluster.slurm.time="0"', *NO_SPOT]
+
+    slurm_driver.check_jobs(config.load(settings_file(tmp_path), given), tmp_path / "run")
+
+    assert (tmp_path / "asked").read_text().count("#!/usr/bin/env bash") == 1  # no job without workers
 
 
 def test_a_workers_own_page_is_for_its_machine_alone(tmp_path: Path) -> None:
@@ -483,6 +692,7 @@ def test_a_job_has_ended_when_squeue_has_answered_without_it(monkeypatch: pytest
             "echo '7 RUNNING None'; echo; echo slurm; echo '8 PENDING (Resources, held)'",
             {"7": ("RUNNING", "None"), "8": ("PENDING", "(Resources, held)")},
         ),
+        ("printf '7 PENDING caf\\351\\n'", {"7": ("PENDING", "caf\ufffd")}),
         ("echo '7 RUNNING None'; exit 1", None),
         ("echo $$ > {pid}; exec sleep 600", None),
     ],
@@ -500,6 +710,110 @@ def test_whatever_squeue_answers_is_heard_and_one_that_hangs_is_ended(
     if "sleep" in does:
         pid = int((tmp_path / "pid").read_text())
         wait_for(lambda: not psutil.pid_exists(pid))
+
+
+def test_however_many_wait_for_a_slow_squeue_it_is_asked_once_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (said := tmp_path / "said").touch()
+    commands(tmp_path, monkeypatch, squeue=f"echo begun >> {said}; sleep 0.2; echo ended >> {said}")
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.02)
+    queue = slurm_jobs._Queue()
+
+    async def look(after_s: float) -> slurm_jobs.Jobs | None:
+        await asyncio.sleep(after_s)
+        begun = said.read_text().count("begun")
+        found = await queue.look()
+        assert said.read_text().count("ended") > begun or not after_s  # it began after it was asked for
+        return found
+
+    async def looks() -> list[slurm_jobs.Jobs | None]:
+        return await asyncio.gather(*(look(number * 0.03) for number in range(5)))
+
+    assert asyncio.run(looks()) == [{}] * 5
+    assert said.read_text().split() == ["begun", "ended"] * 2
+
+
+def test_a_job_that_is_being_submitted_is_not_told_to_leave_before_it_has_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (said := tmp_path / "said").touch()
+    submits = f"echo begun >> {said}; sleep 0.3; echo Submitted batch job 7"
+    commands(tmp_path, monkeypatch, sbatch=submits, scancel=f'echo "$@" >> {said}', squeue="echo 7 RUNNING None")
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.02)
+    place = spot_jobs(tmp_path)
+
+    async def live() -> None:
+        await place.start()
+        await until(lambda: said.read_text())
+        place.evict()
+        place.want(False)
+        await until(lambda: "TERM" in said.read_text())
+        place.evict()
+        await until(lambda: "KILL" in said.read_text())
+        await place.close()
+
+    asyncio.run(live())
+
+    begun, *told, last = said.read_text().splitlines()
+    assert (begun, last) == ("begun", "7")
+    assert {*told} == {"--state=PENDING 7", "--signal=TERM 7", "--signal=KILL --full 7"}
+
+
+def test_a_job_that_slurm_takes_while_its_place_is_closed_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (said := tmp_path / "said").touch()
+    submits = f"echo begun >> {said}; sleep 0.3; echo Submitted batch job 7"
+    commands(tmp_path, monkeypatch, sbatch=submits, squeue="", scancel=f'echo cancel "$@" >> {said}')
+    place = spot_jobs(tmp_path)
+
+    async def live() -> None:
+        await place.start()
+        await until(lambda: said.read_text())
+        await place.close()
+
+    asyncio.run(live())
+
+    assert said.read_text().splitlines() == ["begun", "cancel 7"]
+
+
+def test_a_place_is_closed_though_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (said := tmp_path / "said").touch()
+    commands(tmp_path, monkeypatch, sbatch=f"echo begun >> {said}; sleep 2; echo ended >> {said}")
+    monkeypatch.setattr(slurm_jobs, "ANSWER_S", 0.1)
+    place = spot_jobs(tmp_path)
+
+    async def live() -> str:
+        await place.start()
+        await until(lambda: said.read_text())
+        await place.close()
+        so_far = said.read_text()
+        await until(lambda: "ended" in said.read_text())
+        return so_far
+
+    assert asyncio.run(live()) == "begun\n"
+
+
+def spot_jobs(run_dir: Path) -> slurm_jobs.SlurmJobs:
+    pytest.importorskip("dask_jobqueue")
+    section = config.load(settings_file(run_dir), JOBS).pools.spot
+    job = {"pool": "spot", "first": 0, "section": section, "run_dir": run_dir, "security": None}
+    return slurm_jobs.SlurmJobs("tcp://127.0.0.1:1", name="spot-0", job=job)
+
+
+def commands(where: Path, monkeypatch: pytest.MonkeyPatch, **does: str) -> None:
+    """Commands of Slurm, by what a shell does for them."""
+    for command, script in does.items():
+        (where / command).write_text(f"#!/bin/sh\n{script}\n")
+        (where / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(where), prepend=os.pathsep)
+
+
+async def until(what: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not what():
+            await asyncio.sleep(0.01)
 
 
 def test_a_run_may_have_any_name_and_lie_anywhere(tmp_path: Path) -> None:

@@ -52,25 +52,36 @@ def _keep_others_off_the_head(scheduler: Scheduler) -> Callable[[], None]:
     """The worker that only decides is in the driver's process, and mostly idle: Dask would give it whatever others
     submit, which holds the run up for as long as it takes, or ends its driver. Returns what undoes it."""
     valid_workers, check_idle = scheduler.valid_workers, scheduler.check_idle_saturated
+    decide_unqueued = scheduler.decide_worker_rootish_queuing_disabled
+
+    def has_head() -> bool:
+        return any("head" in state.resources for state in scheduler.running)
 
     def but_the_head(task: Any) -> set[Any] | None:
         found = valid_workers(task)
-        if found is None and any("head" in state.resources for state in scheduler.running):
+        if found is None and has_head():
             return {state for state in scheduler.running if "head" not in state.resources}
         return found
+
+    def decide_among_valid(task: Any) -> Any:
+        """Where "worker-saturation" is infinite, Dask asks for no valid workers for the first tasks of a graph."""
+        return scheduler.decide_worker_non_rootish(task) if has_head() else decide_unqueued(task)
 
     def never_idle(state: Any, occ: float = -1.0) -> None:
         check_idle(state, occ)
         if "head" in state.resources:
-            scheduler.idle.pop(state.address, None)
             scheduler.idle_task_count.discard(state)
 
-    vars(scheduler).update(valid_workers=but_the_head, check_idle_saturated=never_idle)
-    for state in scheduler.workers.values():
-        scheduler.check_idle_saturated(state)
+    replaced = {
+        "valid_workers": but_the_head,
+        "check_idle_saturated": never_idle,
+        "decide_worker_rootish_queuing_disabled": decide_among_valid,
+    }
+    vars(scheduler).update(replaced)
 
     def restore() -> None:
-        del vars(scheduler)["valid_workers"], vars(scheduler)["check_idle_saturated"]
+        for name in replaced:
+            del vars(scheduler)[name]
 
     return restore
 

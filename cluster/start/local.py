@@ -134,6 +134,7 @@ class WorkerKeeper(ProcessInterface):
         elif self._wanted.is_set():
             self._wanted.clear()
             self._warn()
+            self.clock.heard_of(self._spec.name)  # it may never join, and traces do not wait for it
 
     async def start(self) -> None:
         await super().start()
@@ -155,6 +156,7 @@ class WorkerKeeper(ProcessInterface):
                 await self.clock.begun()
                 await asyncio.sleep(self._until_up_s())
             try:
+                self._spec.last_words.unlink(missing_ok=True)  # of an earlier process
                 cause = self._why() if await self._live_once() else ""
             except Exception as error:  # EOFError: the fork server died; the next start makes another
                 if (task := asyncio.current_task()) and task.cancelling():
@@ -184,17 +186,13 @@ class WorkerKeeper(ProcessInterface):
             if kind == "notice":
                 self._warn()
             elif kind == "hang":
-                self._signal(signal.SIGSTOP)
-                self._kill_later(self._schedule.frozen_s)
+                self._signal(signal.SIGSTOP)  # see `_end_of`
             else:
                 self._signal(signal.SIGKILL)
 
     def _warn(self) -> None:
         self._signal(signal.SIGTERM)
-        self._kill_later(self._schedule.grace_s)
-
-    def _kill_later(self, grace_s: float) -> None:
-        killing = asyncio.create_task(self._kill_after(grace_s))
+        killing = asyncio.create_task(self._kill_after(self._schedule.grace_s))
         self._tasks = [*(task for task in self._tasks if not task.done()), killing]
 
     async def _kill_after(self, grace_s: float) -> None:

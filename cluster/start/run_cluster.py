@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,8 @@ DASK_SETTINGS = {
 DASHBOARD_LINK = "{scheme}://{host}:{port}/status"
 """Dask's default."""
 RETRY_S = 0.5
+HEAD_FAILURES = 20
+"""Starts of the head worker that fail in a row until that is said."""
 HAND_OUT_ATTEMPTS = 5
 """A worker may die while the plugin is sent to it; it is not asked again."""
 HAND_OUT_S = 15.0
@@ -100,8 +103,8 @@ class RunCluster:
         self._gone = ""
         """That the scheduler is gone; empty until it is: it is asked no more then, as each time would take a minute."""
         self._fetched = 0
-        self._sent_away: dict[str, float] = {}
-        """{surplus worker (`scale`): when it was told to leave}"""
+        self._sent_away = defaultdict[str, list[float]](list)
+        """{surplus worker (`scale`): when it was told to leave}; all times, as lives are drained later"""
         self._noted: list[dict[str, Any]] = []
         """Events that the scheduler does not see, for the next `drain`."""
         with contextlib.ExitStack() as stack:
@@ -283,8 +286,8 @@ class RunCluster:
 
     def _as_it_left(self, life: WorkerLife) -> WorkerLife:
         """The life of a worker, with the reason corrected if it was sent away by `scale`."""
-        sent_s = self._sent_away.get(life.worker)
-        if sent_s is None or not life.was_taken or not life.joined_s <= sent_s <= (life.left_s or 0):
+        sent_s = self._sent_away.get(life.worker, ())
+        if not life.was_taken or not any(life.joined_s <= at_s <= (life.left_s or 0) for at_s in sent_s):
             return life
         return replace(life, reason="sent away")
 
@@ -315,8 +318,8 @@ class RunCluster:
 
         for first, place in places.items():
             if first >= spot:
-                names = filter(place.has, (f"spot-{number}" for number in range(self._spot_workers)))
-                self._sent_away |= dict.fromkeys(names, wall_clock())
+                for name in filter(place.has, (f"spot-{number}" for number in range(self._spot_workers))):
+                    self._sent_away[name].append(wall_clock())
 
         async def change() -> None:
             for first, place in places.items():
@@ -389,10 +392,21 @@ class Head:
         await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def _keep(self) -> None:
+        failures = 0
         while True:
-            with contextlib.suppress(OSError, TimeoutError, ValueError, RuntimeError):  # its former self is still there
+            try:
                 async with self._worker() as worker:
+                    failures = 0
                     await worker.finished()
+            except (OSError, TimeoutError, ValueError, RuntimeError) as error:  # at first, its former self is there
+                failures += 1
+                if failures == HEAD_FAILURES:
+                    logger.warning(
+                        "the worker beside the driver does not start, and nothing is decided without it (%s): it is "
+                        "tried again every %g s",
+                        repr(_root_of(error)),
+                        RETRY_S,
+                    )
             await asyncio.sleep(RETRY_S)
 
     def _worker(self) -> Worker:
@@ -439,10 +453,21 @@ def _start(stack: contextlib.ExitStack, config: Config, files: Path, directory: 
             return stack.enter_context(slurm_cluster(config, files, directory))
         return stack.enter_context(local_cluster(config, directory, DASK_SETTINGS))
     except RuntimeError as error:  # Dask raises it for any cause
+        there = "this machine's network is up, 127.0.0.1 too,"
+        if config.cluster.manager == "slurm":
+            host = config.cluster.host or socket.gethostname()
+            there = f"{host} is an address of this machine (cluster.host, or else its name), that its network is up,"
         raise SpotlightError(
-            f"the run's scheduler cannot be started or reached ({error.__cause__ or error}): "
-            "see that this machine's network is up, 127.0.0.1 too, and that no firewall is between"
+            f"the run's scheduler cannot be started or reached ({_root_of(error)}): "
+            f"see that {there} and that no firewall is between"
         ) from error
+
+
+def _root_of(error: BaseException) -> BaseException:
+    """What an error was raised from at first: Dask's own say only that something failed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 class WhileAny:

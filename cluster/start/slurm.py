@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import glob
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -22,7 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ FAILURES_MAX = 8
 """Jobs in a row that end before one of their workers has joined; after so many, no more are submitted."""
 LAST_BYTES, LINE_MAX = 4_000, 240
 """Bytes at the end of a job's output that are searched for its last line, and characters of it that are shown."""
+RUN_NAME_MAX = 40
+"""Characters of a run's name in the names of its jobs, and of a directory, which may have 255 bytes."""
 ANSWER_S = 60.0
 """How long to wait for an answer of Slurm."""
 DRAIN_MARGIN_S = 10.0
@@ -66,7 +69,7 @@ class SlurmJobs(ProcessInterface):
         self._submitting: asyncio.Future[None] | None = None
         self._wanted = asyncio.Event()
         self._wanted.set()
-        self._draining: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._joined = False
         """Whether a worker of the present job has joined."""
         self.failure = ""
@@ -76,15 +79,19 @@ class SlurmJobs(ProcessInterface):
     def pool(self) -> str:
         return str(self._job["pool"])
 
+    @property
+    def _number(self) -> str:
+        """Slurm's number of the present job; empty if there is none, or while it is being submitted."""
+        return str(self._running.job_id or "") if self._running is not None else ""
+
     def heard_of(self) -> None:
         """One of its workers has joined."""
         self._joined = True
 
     def waits(self) -> str:
         """Slurm's state and reason of the job while it is queued; empty if it runs, or there is none."""
-        number = str(self._running.job_id) if self._running is not None else ""
-        state, reason = queue.last.get(number, ("", ""))
-        return f"job {number} is {state} ({reason})" if state in QUEUED else ""
+        state, reason = queue.last.get(self._number, ("", ""))
+        return f"job {self._number} is {state} ({reason})" if state in QUEUED else ""
 
     def has(self, worker: str) -> bool:
         """Whether the job runs the worker of this name."""
@@ -94,8 +101,8 @@ class SlurmJobs(ProcessInterface):
 
     def evict(self) -> None:
         """Cancel the present job, which may not answer; another is submitted."""
-        if self._running is not None:
-            subprocess.Popen(["scancel", "--signal=KILL", "--full", str(self._running.job_id)])
+        if job := self._number:
+            self._begin(_scancel("--signal=KILL", "--full", job))
 
     def want(self, wanted: bool) -> None:
         """Set whether there is to be a job; workers of one that is no longer wanted are warned, and leave."""
@@ -103,7 +110,7 @@ class SlurmJobs(ProcessInterface):
             self._wanted.set()
         elif self._wanted.is_set():
             self._wanted.clear()
-            self._draining = asyncio.create_task(self._drain())
+            self._begin(self._drain())
 
     async def _drain(self) -> None:
         """Wait until the job has ended: it is cancelled if it is queued; else its workers leave, and it is cancelled if
@@ -111,24 +118,31 @@ class SlurmJobs(ProcessInterface):
         clock = asyncio.get_running_loop().time
         until_s = clock() + self._job["section"].grace_s + DRAIN_MARGIN_S
         while self._running is not None and not self._wanted.is_set():
-            job = str(self._running.job_id)
-            await _scancel("--state=PENDING", job)
-            await _scancel(*(() if clock() > until_s else ("--signal=TERM",)), job)  # to its steps: the workers
+            if job := self._number:
+                await _scancel("--state=PENDING", job)
+                await _scancel(*(() if clock() > until_s else ("--signal=TERM",)), job)  # to its steps: the workers
             await asyncio.sleep(POLL_S)
 
     async def start(self) -> None:
         await super().start()
-        self._keeping = asyncio.create_task(self._keep())
+        self._begin(self._keep())
+
+    def _begin(self, what: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        tasks = [self._keeping, *([self._draining] if self._draining else [])]
+        tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._submitting is not None:  # Slurm may have taken the job, though nobody has heard its number yet
-            await asyncio.gather(self._submitting, return_exceptions=True)
-        if self._running is not None:
-            await self._running.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_S):
+                    await asyncio.gather(self._submitting, return_exceptions=True)
+        if job := self._number:
+            await _scancel(job)
         await super().close()
 
     async def _keep(self) -> None:
@@ -165,7 +179,7 @@ class SlurmJobs(ProcessInterface):
         except (RuntimeError, OSError, ValueError) as error:  # refused, unreachable, or no number in the answer
             self._running = None
             return slurms_words(str(error))
-        number = str(self._running.job_id)
+        number = self._number
         await _end_of(number)
         self._running = None
         return await how_it_ended(number, self._job["run_dir"] / "slurm" / f"{self._name}-{number}.out")
@@ -185,7 +199,9 @@ async def answer(*command: str) -> str | None:
     """Output of a command of Slurm; None if it fails, or is ended because it takes too long."""
     quiet = asyncio.subprocess.DEVNULL
     try:
-        asked = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=quiet)
+        asked = await asyncio.create_subprocess_exec(
+            *command, stdin=quiet, stdout=asyncio.subprocess.PIPE, stderr=quiet, env=_environment()
+        )
     except OSError:
         return None
     try:
@@ -197,7 +213,25 @@ async def answer(*command: str) -> str | None:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             asked.kill()
         await asked.wait()
-    return printed.decode() if asked.returncode == 0 else None
+    return printed.decode(errors="replace") if asked.returncode == 0 else None
+
+
+def run_command(*command: str, script: str = "") -> tuple[int, str, str]:
+    """Run a command of Slurm; returns its exit status, output and errors.
+
+    Raises:
+        OSError, subprocess.TimeoutExpired: it cannot be run, or takes too long.
+    """
+    done = subprocess.run(
+        command, input=os.fsencode(script), capture_output=True, timeout=ANSWER_S, check=False, env=_environment()
+    )
+    return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+
+
+def _environment() -> dict[str, str]:
+    """The environment without the user's own defaults for these commands: SQUEUE_STATES hides jobs, as if they had
+    ended, and SCANCEL_INTERACTIVE asks first."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SCANCEL_"))}
 
 
 async def _end_of(job: str) -> None:
@@ -239,21 +273,25 @@ Jobs = Mapping[str, tuple[str, str]]
 
 
 class _Queue:
-    """This user's jobs; Slurm is asked at most every `POLL_S`, however many callers there are."""
+    """This user's jobs; Slurm is asked at most every `POLL_S`, and once at a time, however many callers there are."""
 
     def __init__(self) -> None:
-        self._looking: asyncio.Task[Jobs | None] | None = None
-        self._looked_s = 0.0
+        self._look: tuple[float, asyncio.Task[Jobs | None] | None] = 0.0, None
+        """When the latest look began, and it; in one, as another run of this process may look in its own thread."""
         self.last: Jobs = {}
         """What Slurm answered last."""
 
     async def look(self) -> Jobs | None:
-        """The jobs that wait or run; None, which means nothing, if Slurm does not answer."""
+        """The jobs that wait or run, at most `POLL_S` / 2 ago; None, which means nothing, if Slurm does not answer."""
         loop = asyncio.get_running_loop()
-        if self._looking is None or self._looking.get_loop() is not loop or loop.time() > self._looked_s + POLL_S / 2:
-            self._looked_s = loop.time()
-            self._looking = loop.create_task(self._ask())
-        return await asyncio.shield(self._looking)
+        since_s = loop.time() - POLL_S / 2
+        while True:
+            begun_s, looking = self._look
+            if looking is None or looking.get_loop() is not loop or (looking.done() and begun_s < since_s):
+                begun_s, looking = self._look = loop.time(), loop.create_task(self._ask())
+            if begun_s >= since_s:
+                return await asyncio.shield(looking)
+            await asyncio.wait([looking])  # it may not know yet of a job that was submitted since
 
     async def _ask(self) -> Jobs | None:
         printed = await answer("squeue", "--me", "--noheader", "--format=%A %T %r")
@@ -348,7 +386,7 @@ def worker_job(
 
 def job_name(run_dir: Path, name: str) -> str:
     """A job's name in the queue, with its run's, since a user may have several runs there."""
-    return f"{plain(run_dir.name)}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
+    return f"{plain(run_dir.name)[:RUN_NAME_MAX]}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
 
 
 def _tls(security: Security | None) -> Iterator[str]:
@@ -407,14 +445,12 @@ _END = '[ -z "$told" ] || exit 0; exit $status'
 
 def sbatch(script: str, *options: str, where: str) -> str:
     try:
-        done = subprocess.run(
-            ["sbatch", *options], input=script, capture_output=True, text=True, timeout=ANSWER_S, check=False
-        )
+        status, printed, errors = run_command("sbatch", *options, script=script)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SpotlightError(f"{where}: sbatch does not answer ({error}): is Slurm up? `sinfo` should tell") from None
-    if done.returncode:
-        raise SpotlightError(f"{where}: Slurm says: {slurms_words(done.stderr)}")
-    return done.stdout.strip()
+    if status:
+        raise SpotlightError(f"{where}: Slurm says: {slurms_words(errors)}")
+    return printed.strip()
 
 
 def check_job(pool: str, section: PoolSection, run_dir: Path, security: Security | None) -> None:
@@ -442,12 +478,11 @@ def cancel_all(config: Config, run_dir: Path, *, driver: str = "") -> list[str]:
         for first in range(0, section.workers, section.workers_per_node)
     }
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        asked = ["squeue", "--me", "--noheader", "--format=%A %j"]
-        printed = subprocess.run(asked, capture_output=True, text=True, timeout=ANSWER_S, check=False).stdout
+        _, printed, _ = run_command("squeue", "--me", "--noheader", "--format=%A %j")
         jobs = [line.split(maxsplit=1) for line in printed.splitlines()]
         named = [words for words in jobs if len(words) == 2]
         if numbers := [job for job, name in named if name.strip() in wanted or job == driver]:
-            subprocess.run(["scancel", *numbers], capture_output=True, timeout=ANSWER_S, check=False)
+            run_command("scancel", *numbers)
             return numbers
     return []
 
@@ -500,16 +535,18 @@ def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     """
     security = certificate()
     folder = home() / ".spotlight"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise SpotlightError(
-            f"{folder} cannot be made ({error.strerror}): the run's certificate lies there for the workers' jobs while "
-            "it goes on: set HOME to a directory of yours that all nodes see"
-        ) from None
     prefix = job_name(run_dir, "tls-")
-    for left in folder.glob(f"{glob.escape(prefix)}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as directory, janitor.registered("folder", directory):
-        cert, key = map(str, write(Path(directory), security))
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for left in folder.glob(f"{glob.escape(prefix)}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=folder))
+            stack.enter_context(janitor.registered("folder", directory))
+            cert, key = map(str, write(Path(directory), security))
+        except OSError as error:
+            raise SpotlightError(
+                f"{folder} cannot be made or written ({error.strerror}): the run's certificate lies there for the "
+                "workers' jobs while it goes on: set HOME to a directory of yours that all nodes see"
+            ) from None
         yield security, Security(require_encryption=True, tls_ca_file=cert, tls_worker_cert=cert, tls_worker_key=key)

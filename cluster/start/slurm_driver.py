@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.start.slurm import (
-    ANSWER_S,
     Jobs,
     cancel_all,
     check_job,
@@ -23,6 +22,7 @@ from cluster.start.slurm import (
     output_line,
     plain,
     queue,
+    run_command,
     sbatch,
     worker_job,
 )
@@ -82,7 +82,7 @@ def check_jobs(config: Config, run_dir: Path | str) -> None:
         SpotlightError: it would not, or the driver's time limit is too short to make progress.
     """
     limit_s = seconds_of(config.cluster.slurm.time)
-    if limit_s is not None and limit_s < DRIVER_LEAST_S:
+    if limit_s is not None and 0 < limit_s < DRIVER_LEAST_S:  # 0 is no limit
         raise SpotlightError(
             f"cluster.slurm.time = {config.cluster.slurm.time!r}: the driver is told {DRIVER_NOTICE_S} s before its "
             f"time is over, and needs minutes to get on: give it {DRIVER_LEAST_S // 60} minutes at least"
@@ -96,7 +96,7 @@ def seconds_of(limit: str) -> float | None:
     """Seconds of a time limit in a form of `man sbatch`; None for other forms, which are left to Slurm."""
     days, dash, clock = limit.rpartition("-")
     parts = clock.split(":")
-    if not all(part.isdigit() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
+    if not all(part.isdecimal() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
         return None
     numbers = list(map(int, parts))
     if dash:  # days-hours[:minutes[:seconds]]
@@ -141,27 +141,26 @@ def job_of(run: RunDir) -> str:
         return ""
 
 
-def _queued() -> Jobs:
-    """This user's jobs; none where Slurm does not answer."""
-
-    async def ask() -> Jobs:
-        return await queue.look() or {}
-
-    return asyncio.run(ask())
+def _queued() -> Jobs | None:
+    """This user's jobs; None where Slurm does not answer."""
+    return asyncio.run(queue.look())
 
 
 def told_of(run: RunDir, *, only_queued: bool) -> str:
     """One sentence on the driver's job of a run that nobody runs; empty if none was submitted.
 
     Args:
-        only_queued: also empty if the job is over.
+        only_queued: also empty if the job is over, or Slurm does not answer.
     """
     if not (job := job_of(run)):
         return ""
-    if known := _queued().get(job):
+    queued = _queued()
+    if known := (queued or {}).get(job):
         return f"its driver is Slurm's job {job}, which is {known[0]} ({known[1]})"
     if only_queued:
         return ""
+    if queued is None:
+        return f"its driver is Slurm's job {job}, and how that is, Slurm does not say here: see `squeue --me`"
     return f"its driver's {asyncio.run(how_it_ended(job, run.path / 'slurm' / f'driver-{job}.out'))}"
 
 
@@ -171,7 +170,7 @@ def refuse_second(run: RunDir) -> None:
         SpotlightError: the run's driver is a job that is queued, or still there, and this is another one.
     """
     job = job_of(run)
-    if job and job != os.environ.get("SLURM_JOB_ID") and (known := _queued().get(job)):
+    if job and job != os.environ.get("SLURM_JOB_ID") and (known := (_queued() or {}).get(job)):
         raise SpotlightError(
             f"{run.url}: its driver is Slurm's job {job} ({known[0]}), and would find the run taken: `scancel {job}` "
             "first, or wait for it"
@@ -184,11 +183,10 @@ def stop_job(run: RunDir) -> bool:
     Only its batch script is signalled, so Slurm kills nothing, however long the steps in flight take.
     """
     job = job_of(run)
-    if not job or _queued().get(job, ("", ""))[0] != "RUNNING":
+    if not job or (_queued() or {}).get(job, ("", ""))[0] != "RUNNING":
         return False
-    asked = ["scancel", "--batch", "--signal=TERM", job]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(asked, capture_output=True, timeout=ANSWER_S, check=False).returncode == 0
+        return run_command("scancel", "--batch", "--signal=TERM", job)[0] == 0
     return False
 
 
