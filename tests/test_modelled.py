@@ -21,6 +21,7 @@ from spotlight.device.signals import Clear, CloseExploration, signals
 from spotlight.plan.balance import Balance
 from spotlight.plan.offload import Measured
 from spotlight.records import Dropped, GradientPart, Placement, Sample, Scored, SpotlightError, Surplus, WeightsRef
+from spotlight.report import write_report
 from spotlight.store import weights
 from spotlight.store.creating import create_run
 from spotlight.store.rows import HISTORY, SIMULATED, VALIDATION
@@ -115,6 +116,23 @@ def test_exploration_stays_worth_what_it_was_after_an_iteration_in_which_nothing
 
     first, *others = (row.metrics["seeds_scored"] for row in run.history())
     assert all(scored < first / 2 for scored in others[1:])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        ((), True),
+        (("strategy.exploration=off",), False),
+        (("exploration.reuse=true", "train.algorithm=nft", "strategy.exploration=blocking"), False),
+    ],
+)
+def test_the_fidelity_of_exploration_is_told_where_it_is_measured(
+    tmp_path: Path, overrides: tuple[str, ...], is_told: bool
+) -> None:
+    run = go(make_run(tmp_path, *overrides))
+
+    assert all(("fidelity" in row.metrics) == is_told for row in run.history())
+    assert ("<th>fidelity" in write_report(run.url).read_text()) == is_told
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:

@@ -289,6 +289,21 @@ def test_learning_of_a_simulation_is_checked_before_anything_is_made(tmp_path: P
     assert not list(tmp_path.glob("run-*"))
 
 
+def test_overrides_of_a_simulation_are_checked_as_those_of_a_run(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match=r"overrides = 'run\.seed=3': give a list of texts"):
+        simulate(settings_file(tmp_path), "run.seed=3")
+
+
+def test_no_run_is_made_where_nothing_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_file(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(TypeError):
+        Run.into(None, settings)  # type: ignore[arg-type]
+
+    assert [path.name for path in tmp_path.iterdir()] == [settings.name]
+
+
 def test_pictures_of_modelled_learning_are_refused(tmp_path: Path) -> None:
     (outcome,) = simulate(settings_file(tmp_path), SMALL, learning="modelled", compare=False, report=False)
 
