@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from runs import WAIT_S, settings_file, start, wait_for
@@ -227,6 +228,42 @@ def test_a_detached_driver_that_is_killed_leaves_a_run_that_is_stopped(tmp_path:
     for each in (run, attach(run.directory.path)):
         with pytest.raises(Stopped, match=r"ended without a word: killed, .*; resume with: spotlight resume"):
             each.wait(WAIT_S)
+
+
+def test_who_interrupts_the_start_of_a_detached_driver_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = attach(_made(tmp_path))
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            run.start(detached=True)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+    assert not [each for each in psutil.Process().children() if run.directory.url in each.cmdline()]
+    assert run.state == "new"
+
+
+def test_an_error_that_nobody_foresaw_of_a_detached_driver_is_told_with_where_it_happened(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(modules))
+    run = Run(settings_file(modules), SMALL)
+    (modules / "distributed.py").write_text("raise RuntimeError('no such luck')")
+    run.start(detached=True)
+
+    with pytest.raises(SpotlightError, match=r"RuntimeError: no such luck; .*; where it happened is in"):
+        run.wait()
+
+
+def test_a_detached_driver_whose_run_is_deleted_is_no_error_of_ours(tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path), ["run.iterations=200"]).start(detached=True)
+    shutil.rmtree(run.directory.path)
+
+    with pytest.raises(SpotlightError, match=r"it said nothing|is gone"):
+        run.wait(WAIT_S)
 
 
 def test_a_simulation_that_was_interrupted_is_stopped_and_not_new(tmp_path: Path) -> None:
