@@ -352,7 +352,7 @@ class Run:
         return self._ended().__await__()
 
     async def _ended(self) -> Status:
-        while self._is_to_end:
+        while self._is_to_end or (self._process is not None and self._process.poll() is None):  # it outlives the run
             await asyncio.sleep(POLL_S)
         return self.wait()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ import pytest
 from runs import WAIT_S, settings_file, start, wait_for
 from spotlight import attach, notebook, simulate
 from spotlight.detached import _found_here
+from spotlight.driver import POLL_S
 from spotlight.records import SpotlightError, Stopped
 from spotlight.rl.export import export_weights
 from spotlight.rl.sample import sample
@@ -228,6 +231,28 @@ def test_a_detached_driver_that_is_killed_leaves_a_run_that_is_stopped(tmp_path:
     for each in (run, attach(run.directory.path)):
         with pytest.raises(Stopped, match=r"ended without a word: killed, .*; resume with: spotlight resume"):
             each.wait(WAIT_S)
+
+
+def test_an_event_loop_goes_on_while_the_driver_of_an_ended_run_ends(tmp_path: Path) -> None:
+    run = attach(_made(tmp_path))
+    with run.directory.lock():
+        pass
+    run._process = subprocess.Popen(["sleep", "1"])
+    beats: list[float] = []
+
+    async def beat() -> None:
+        while True:
+            beats.append(time.monotonic())
+            await asyncio.sleep(POLL_S)
+
+    async def both() -> None:
+        beating = asyncio.create_task(beat())
+        with pytest.raises(Stopped):
+            await run
+        beating.cancel()
+
+    asyncio.run(both())
+    assert len(beats) > 1
 
 
 def test_who_interrupts_the_start_of_a_detached_driver_leaves_none(
