@@ -50,7 +50,11 @@ class Background:
         """Set when the thread's work is done: `Thread.is_alive` is wrong after a Ctrl-C in `Thread.join` (CPython
         3.11)."""
         _end_with_process(self)
-        threading.Thread(target=self._work, name="spotlight-run").start()
+        try:
+            threading.Thread(target=self._work, name="spotlight-run").start()
+        except RuntimeError:  # the system allows no more threads: there is no end to wait for
+            self._over.set()
+            raise
 
     @property
     def url(self) -> str:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -231,6 +232,19 @@ def test_a_detached_driver_that_is_killed_leaves_a_run_that_is_stopped(tmp_path:
     for each in (run, attach(run.directory.path)):
         with pytest.raises(Stopped, match=r"ended without a word: killed, .*; resume with: spotlight resume"):
             each.wait(WAIT_S)
+
+
+def test_a_run_that_gets_no_thread_has_not_begun(tmp_path: Path) -> None:
+    run = attach(_made(tmp_path))
+    before = threading.stack_size(1 << 46)  # more than any process has
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread") as kept:  # as a notebook keeps it
+            run.start()
+    finally:
+        threading.stack_size(before)
+
+    assert kept.value.__traceback__
+    assert (run.alive, run.state) == (False, "new")
 
 
 def test_an_event_loop_goes_on_while_the_driver_of_an_ended_run_ends(tmp_path: Path) -> None:
