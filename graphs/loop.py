@@ -159,13 +159,19 @@ class Loop:
             iteration=k,
             weights_version=after.weights.version,
             weights_sha256=after.weights.sha256,
-            metrics={**_metrics(selection, training, after), "fidelity": beliefs.fidelity},
+            metrics=_metrics(selection, training, after) | self._believed(beliefs),
             measured=measured,
             explored_next=candidates is not None or run.selection(k + 1) is not None,
         )
         run.append(HISTORY, row_of(row))
         self._retain(k, weights.version, after.weights.version)
         return after.weights
+
+    def _believed(self, beliefs: Beliefs) -> dict[str, float]:
+        """The fidelity that the planner believes in; empty where no iteration measures it."""
+        config = self._config
+        measures = config.strategy.exploration != "off" and not config.exploration.reuse
+        return {"fidelity": beliefs.fidelity} if measures else {}
 
     def _tell_of_nothing(self, explored: Selection | None) -> None:
         """Say once that exploration ends before it has scored anything; summary and report count such iterations."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -49,7 +50,11 @@ class Background:
         """Set when the thread's work is done: `Thread.is_alive` is wrong after a Ctrl-C in `Thread.join` (CPython
         3.11)."""
         _end_with_process(self)
-        threading.Thread(target=self._work, name="spotlight-run").start()
+        try:
+            threading.Thread(target=self._work, name="spotlight-run").start()
+        except RuntimeError:  # the system allows no more threads: there is no end to wait for
+            self._over.set()
+            raise
 
     @property
     def url(self) -> str:
@@ -78,12 +83,13 @@ class Background:
         """Stop it, with a message on stderr unless it was asked to stop before, and wait for its end."""
         if not self._stop.is_set():
             self.stop()
-            print(
-                f"spotlight: this process ends, and with it the run; `{self._run.resume_command}` goes on, and "
-                "`run.wait()` would wait for its end",
-                file=sys.stderr,
-                flush=True,
-            )
+            with suppress(OSError):  # nobody reads it, or its terminal is gone: the run is still to end in order
+                print(
+                    f"spotlight: this process ends, and with it the run; `{self._run.resume_command}` goes on, and "
+                    "`run.wait()` would wait for its end",
+                    file=sys.stderr,
+                    flush=True,
+                )
         self.wait()
 
     def _work(self) -> None:
@@ -133,14 +139,14 @@ def begun_here(url: str) -> Background | None:
 
 
 _started: WeakSet[Background] = WeakSet()
-_starting = threading.Lock()
-"""Guards `_started`."""
+_starting = threading.RLock()
+"""Guards `_started`; also held by who is interrupted by a signal, whose handler asks whether a run is alive."""
 
 
 def _forget() -> None:
     """After a fork: the child has none of these threads, and the lock may be held by one of them."""
     global _starting
-    _starting = threading.Lock()
+    _starting = threading.RLock()
     _started.clear()
 
 

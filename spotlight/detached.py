@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ LOG = "driver.log"
 """File in the run's directory with such a driver's output."""
 STOPPED = 130
 """Exit status of a driver that was stopped: see `spotlight.shell`."""
+OWN = "spotlight: "
+"""Begins what the command itself says."""
 POLL_S = 0.05
 TLS = "DASK_DISTRIBUTED__COMM__TLS__"
 
@@ -50,8 +53,13 @@ def begin(run: RunDir, cluster: ExistingCluster | None) -> subprocess.Popen[byte
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    while not _has(run, process.pid) and process.poll() is None:
-        time.sleep(POLL_S)
+    try:
+        while not _has(run, process.pid) and process.poll() is None:
+            time.sleep(POLL_S)
+    except BaseException:  # Ctrl-C: it is not wanted any more
+        process.terminate()
+        process.wait()
+        raise
     if process.poll():
         raise SpotlightError(_last_words(run))
     return process
@@ -139,6 +147,9 @@ def certificates_of(security: Any) -> Mapping[str, str]:
 
 
 def _last_words(run: RunDir) -> str:
-    """An error text with the last line that an ended driver printed."""
-    said = (run.path / LOG).read_text(errors="replace").strip().splitlines()
-    return f"the driver ended: {said[-1].removeprefix('spotlight: ') if said else 'it said nothing'} ({run.path / LOG})"
+    """An error text with the last lines that an ended driver printed: the command's own, if it said why it ended."""
+    log = run.path / LOG
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    own = list(takewhile(lambda line: line.startswith(OWN), reversed(lines)))[::-1]
+    said = "; ".join(line.removeprefix(OWN) for line in own or lines[-1:])
+    return f"the driver ended: {said or 'it said nothing'} ({log})"

@@ -134,7 +134,7 @@ def _at_reserved_prices(status: Status) -> str:
     """What useful seconds cost at reserved prices: known of finished iterations only."""
     if not status.usd_reserved_only:
         return "–"
-    until = f" by the end of iteration {status.iteration - 1}" if status.state == "running" else ""
+    until = f" by the end of iteration {status.iteration - 1}" if status.state == "running" and status.iteration else ""
     return dollars(status.usd_reserved_only) + until
 
 

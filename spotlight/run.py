@@ -7,11 +7,11 @@ its own (`spotlight.detached`).
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import subprocess
 import time
 from collections.abc import Generator, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,7 +75,7 @@ class Run:
     @classmethod
     def into(
         cls,
-        run_dir: str | Path,
+        run_dir: str | os.PathLike[str],
         settings: str | Path,
         overrides: Sequence[str] = (),
         *,
@@ -87,7 +87,7 @@ class Run:
             SpotlightError: what is there is no run, or one of other settings.
         """
         wanted = configuration.load(settings, overrides)
-        run_dir = from_home(str(run_dir))
+        run_dir = from_home(os.fspath(run_dir))
         check_place(run_dir)
         check_inputs(wanted, joins=cluster is not None, begun=resuming.has_begun(run_dir))
         directory = create_run_at(run_dir, wanted)
@@ -96,7 +96,7 @@ class Run:
 
     @classmethod
     def resume(
-        cls, run_dir: str | PathLike[str], *, cluster: ExistingCluster | None = None, iterations: int | None = None
+        cls, run_dir: str | os.PathLike[str], *, cluster: ExistingCluster | None = None, iterations: int | None = None
     ) -> Run:
         """A run that was stopped or killed, or is to be longer; `start` resumes it, on any cluster.
 
@@ -111,7 +111,7 @@ class Run:
         return cls._of(directory, directory.config(), cluster)
 
     @classmethod
-    def attach(cls, run_dir: str | PathLike[str]) -> Run:
+    def attach(cls, run_dir: str | os.PathLike[str]) -> Run:
         """A run to watch, whichever process runs it.
 
         If none does, `start` resumes it.
@@ -352,7 +352,7 @@ class Run:
         return self._ended().__await__()
 
     async def _ended(self) -> Status:
-        while self._is_to_end:
+        while self._is_to_end or (self._process is not None and self._process.poll() is None):  # it outlives the run
             await asyncio.sleep(POLL_S)
         return self.wait()
 

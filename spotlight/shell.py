@@ -351,7 +351,7 @@ def _follow(run: Run, parsed: argparse.Namespace) -> None:
             raise
         return
     try:
-        follow(run, Console(file=io.StringIO()))
+        follow(run, Console(file=io.StringIO(), markup=False))
     finally:
         if run.state != "new":
             print(json.dumps(asdict(run.status)))

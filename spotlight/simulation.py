@@ -110,6 +110,7 @@ def simulate(
     """
     if learning and learning not in get_args(Learning):
         raise SpotlightError(f"learning = {shown(learning)}: expected {' or '.join(map(repr, get_args(Learning)))}")
+    configuration.check_overrides(overrides)
     how = [f"simulation.learning={learning}"] if learning else []
     config = configuration.load(settings, [*overrides, *how])
     learning = config.simulation.learning

@@ -209,7 +209,7 @@ def test_panels_that_have_nothing_to_draw_say_so_and_draw_nothing() -> None:
     panels: tuple[Any, ...] = Learning(facts), Planner(facts)
     found = []
 
-    unexplored = {"kind": "iteration", "id": 0, "reward_mean": 0.5, "reward_std": 0.1, "fidelity": 0.8}
+    unexplored = {"kind": "iteration", "id": 0, "reward_mean": 0.5, "reward_std": 0.1}
     explored = unexplored | {"id": 1, "rank_correlation": 0.8, "variance_kept": 0.1, "variance_equal": 0.1}
     for rows in ([], [unexplored], [explored, EXPLORED]):
         facts.take(rows)

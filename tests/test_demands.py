@@ -15,7 +15,7 @@ import pytest
 
 from runs import settings_file
 from spotlight import config
-from spotlight.demands import Machine, demands, this_machine
+from spotlight.demands import Machine, check_demands, demands, this_machine
 from spotlight.inputs import check_inputs
 from spotlight.records import SpotlightError
 from spotlight.run import Run
@@ -68,11 +68,28 @@ def test_training_counts_too(tmp_path: Path) -> None:
         (Machine(open_files=40, processes=1e5, memory_bytes=1e12), "104 open files of the driver, and a process may"),
         (Machine(open_files=1e6, processes=76, memory_bytes=1e12), "83 threads, each of which counts as a process"),
         (Machine(open_files=1e6, processes=1e5, memory_bytes=1e8), "bytes of memory for the workers, and this machine"),
-        (Machine(open_files=1e6, processes=1e5, memory_bytes=1e3), "bytes for the images of one request, its largest"),
+        (Machine(open_files=1e6, processes=1e5, memory_bytes=1e3), "24,576 bytes for the images of one request, its"),
     ],
 )
 def test_what_this_machine_cannot_give_is_refused_with_the_number(tmp_path: Path, machine: Machine, says: str) -> None:
     assert says in " ".join(refused(tmp_path, machine))
+
+
+def test_all_that_a_machine_has_may_be_asked_for_and_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of memory, four times as much: workers share pages."""
+    monkeypatch.setattr(
+        "spotlight.demands.this_machine", lambda: Machine(open_files=104, processes=83, memory_bytes=3e8)
+    )
+
+    check_demands(config.load(settings_file(tmp_path)), validation_prompts=6, live=True)
+
+    assert ["83 threads" in said or "1,200,000,000 bytes of memory" in said for said in caplog.messages] == [True, True]
+
+
+def test_exploration_that_is_off_asks_for_nothing(tmp_path: Path) -> None:
+    assert refused(tmp_path, LARGE, "strategy.exploration=off", "exploration.seeds_tried=1000000") == []
 
 
 def test_workers_on_other_machines_take_nothing_of_this_one_but_connections(

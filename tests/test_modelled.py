@@ -12,7 +12,7 @@ import pytest
 from dask.callbacks import Callback
 
 from factories import answer, make_request
-from graphs.loop import Loop, synchronous
+from graphs.loop import Loop, _seed_s, synchronous
 from runs import ROOT, VALIDATED, NoWatch, outcome, settings_file
 from spotlight import config
 from spotlight.device import protocol
@@ -21,9 +21,10 @@ from spotlight.device.signals import Clear, CloseExploration, signals
 from spotlight.plan.balance import Balance
 from spotlight.plan.offload import Measured
 from spotlight.records import Dropped, GradientPart, Placement, Sample, Scored, SpotlightError, Surplus, WeightsRef
+from spotlight.report import write_report
 from spotlight.store import weights
 from spotlight.store.creating import create_run
-from spotlight.store.rows import HISTORY, SIMULATED, VALIDATION
+from spotlight.store.rows import HISTORY, SIMULATED, VALIDATION, HistoryRow
 from spotlight.store.rundir import RunDir
 
 
@@ -115,6 +116,40 @@ def test_exploration_stays_worth_what_it_was_after_an_iteration_in_which_nothing
 
     first, *others = (row.metrics["seeds_scored"] for row in run.history())
     assert all(scored < first / 2 for scored in others[1:])
+    assert all(others)  # a few are tried however little it is worth: their fidelity is measured
+
+
+def test_a_candidate_takes_as_long_as_in_the_last_iteration_that_scored_some() -> None:
+    measured: list[dict[str, float]] = [
+        {"beside_s": 5.0, "beside_seeds": 5},
+        {"beside_s": 10.0, "beside_seeds": 5},
+        {"beside_s": 3.0},
+        {},
+    ]
+    rows = [
+        HistoryRow(iteration=k, weights_version=k + 1, weights_sha256="", metrics={}, measured=each)
+        for k, each in enumerate(measured)
+    ]
+
+    assert _seed_s(rows) == 2.0
+    assert _seed_s(rows[2:]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        ((), True),
+        (("strategy.exploration=off",), False),
+        (("exploration.reuse=true", "train.algorithm=nft", "strategy.exploration=blocking"), False),
+    ],
+)
+def test_the_fidelity_of_exploration_is_told_where_it_is_measured(
+    tmp_path: Path, overrides: tuple[str, ...], is_told: bool
+) -> None:
+    run = go(make_run(tmp_path, *overrides))
+
+    assert all(("fidelity" in row.metrics) == is_told for row in run.history())
+    assert ("<th>fidelity" in write_report(run.url).read_text()) == is_told
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def test_the_view_of_a_run_prices_only_what_is_known(tmp_path: Path) -> None:
     assert (AT_RESERVED_PRICES, "–") in notebook._facts(status)
     assert (AT_RESERVED_PRICES, "$2.0000 by the end of iteration 2") in notebook._facts(going_on)
     assert (AT_RESERVED_PRICES, "$2.0000") in notebook._facts(replace(going_on, state="finished"))
+    assert (AT_RESERVED_PRICES, "$2.0000") in notebook._facts(replace(going_on, iteration=0))
 
 
 def test_a_run_of_another_process_is_accounted_for_up_to_its_last_iteration(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from spotlight.driver import Driver
 from spotlight.plan.replay import Allocation, differing
 from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
+from spotlight.shell import main
 from spotlight.store.accounts import read_lives
 from spotlight.store.creating import create_run
 from spotlight.store.rows import DECISIONS, EVENTS, HISTORY, SPANS, SUMMARY, VALIDATION
@@ -53,6 +54,15 @@ def test_a_run_that_is_over_is_resumed_without_a_worker_and_gets_its_report_agai
     assert status.state == "finished"
     assert (undisturbed / "report.html").is_file()
     assert (read_lives(directory), directory.rows(SPANS), outcome(undisturbed)) == before
+
+
+def test_a_path_that_looks_like_markup_is_followed_as_any_other(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(undisturbed, tmp_path / "a[" / "b]")
+
+    assert main(["resume", str(tmp_path / "a[" / "b]"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "finished"
 
 
 def test_a_run_that_lacks_its_last_validation_is_not_over(undisturbed: Path, tmp_path: Path) -> None:
@@ -531,6 +541,25 @@ def test_a_script_that_ends_without_waiting_for_its_run_stops_it_and_says_so(wat
     assert 0 < len(run.history()) < 100
     assert not [life for life in read_lives(run) if life.left_s is None]
     watched.assert_nothing_is_left(tmp_path)
+
+
+UNHEARD = """
+import os, sys, time, spotlight
+run = spotlight.Run(sys.argv[1], ["run.iterations=100"]).start()
+while not run.directory.lease_holder():
+    time.sleep(0.1)
+reads, writes = os.pipe()
+os.close(reads)
+os.dup2(writes, 2)
+"""
+
+
+def test_a_script_that_ends_where_nobody_reads_what_it_says_stops_its_run_in_order(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", UNHEARD, str(settings_file(tmp_path))], cwd=ROOT, timeout=WAIT_S, check=False)
+
+    (run_dir,) = tmp_path.glob("run-*")
+    assert (last := RunDir.open(run_dir).last_holder())
+    assert last.released
 
 
 STOPS = """

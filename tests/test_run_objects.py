@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,11 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from runs import WAIT_S, settings_file, start, wait_for
 from spotlight import attach, notebook, simulate
 from spotlight.detached import _found_here
+from spotlight.driver import POLL_S
 from spotlight.records import SpotlightError, Stopped
 from spotlight.rl.export import export_weights
 from spotlight.rl.sample import sample
@@ -229,6 +234,77 @@ def test_a_detached_driver_that_is_killed_leaves_a_run_that_is_stopped(tmp_path:
             each.wait(WAIT_S)
 
 
+def test_a_run_that_gets_no_thread_has_not_begun(tmp_path: Path) -> None:
+    run = attach(_made(tmp_path))
+    before = threading.stack_size(1 << 46)  # more than any process has
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread") as kept:  # as a notebook keeps it
+            run.start()
+    finally:
+        threading.stack_size(before)
+
+    assert kept.value.__traceback__
+    assert (run.alive, run.state) == (False, "new")
+
+
+def test_an_event_loop_goes_on_while_the_driver_of_an_ended_run_ends(tmp_path: Path) -> None:
+    run = attach(_made(tmp_path))
+    with run.directory.lock():
+        pass
+    run._process = subprocess.Popen(["sleep", "1"])
+    beats: list[float] = []
+
+    async def beat() -> None:
+        while True:
+            beats.append(time.monotonic())
+            await asyncio.sleep(POLL_S)
+
+    async def both() -> None:
+        beating = asyncio.create_task(beat())
+        with pytest.raises(Stopped):
+            await run
+        beating.cancel()
+
+    asyncio.run(both())
+    assert len(beats) > 1
+
+
+def test_who_interrupts_the_start_of_a_detached_driver_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = attach(_made(tmp_path))
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            run.start(detached=True)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+    assert not [each for each in psutil.Process().children() if run.directory.url in each.cmdline()]
+    assert run.state == "new"
+
+
+def test_an_error_that_nobody_foresaw_of_a_detached_driver_is_told_with_where_it_happened(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(modules))
+    run = Run(settings_file(modules), SMALL)
+    (modules / "distributed.py").write_text("raise RuntimeError('no such luck')")
+    run.start(detached=True)
+
+    with pytest.raises(SpotlightError, match=r"RuntimeError: no such luck; .*; where it happened is in"):
+        run.wait()
+
+
+def test_a_detached_driver_whose_run_is_deleted_is_no_error_of_ours(tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path), ["run.iterations=200"]).start(detached=True)
+    shutil.rmtree(run.directory.path)
+
+    with pytest.raises(SpotlightError, match=r"it said nothing|is gone"):
+        run.wait(WAIT_S)
+
+
 def test_a_simulation_that_was_interrupted_is_stopped_and_not_new(tmp_path: Path) -> None:
     (outcome,) = simulate(settings_file(tmp_path), SMALL, compare=False, report=False)
     run = RunDir(outcome.run_dir)
@@ -287,6 +363,21 @@ def test_learning_of_a_simulation_is_checked_before_anything_is_made(tmp_path: P
         simulate(settings_file(tmp_path), learning="Real")  # type: ignore[arg-type]
 
     assert not list(tmp_path.glob("run-*"))
+
+
+def test_overrides_of_a_simulation_are_checked_as_those_of_a_run(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match=r"overrides = 'run\.seed=3': give a list of texts"):
+        simulate(settings_file(tmp_path), "run.seed=3")
+
+
+def test_no_run_is_made_where_nothing_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_file(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(TypeError):
+        Run.into(None, settings)  # type: ignore[arg-type]
+
+    assert [path.name for path in tmp_path.iterdir()] == [settings.name]
 
 
 def test_pictures_of_modelled_learning_are_refused(tmp_path: Path) -> None:

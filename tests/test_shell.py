@@ -483,6 +483,26 @@ def test_only_ctrl_c_leaves_at_once(second: signal.Signals, leaves: bool) -> Non
     assert asked == [signal.SIGTERM, second]
 
 
+INTERRUPTED = """
+import signal, sys
+from spotlight import attach, background
+from spotlight.display import _asked_to_stop
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    with _asked_to_stop(attach(sys.argv[1])), background._starting:
+        signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("heard")
+"""
+
+
+def test_a_signal_that_comes_while_the_runs_of_a_process_are_looked_at_is_heard(tmp_path: Path) -> None:
+    run = create_run(load(settings_file(tmp_path)), 0.0)
+    command = [sys.executable, "-c", INTERRUPTED, str(run.path)]
+
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True).stdout == b"heard\n"
+
+
 def test_a_run_is_stopped_from_another_shell(tmp_path: Path) -> None:
     process = start("run", settings_file(tmp_path), "--set", "run.iterations=300")
     wait_for(lambda: list(tmp_path.glob("run-*/history.jsonl")), process)

@@ -107,12 +107,27 @@ def test_a_strategy_is_the_settings_but_for_what_it_names(tmp_path: Path, key: s
     assert (changed.data, changed.pools) == (settings.data, settings.pools)
 
 
-def test_another_gpu_has_its_own_price(tmp_path: Path) -> None:
-    settings = load(tmp_path, '[simulation.strategies."on L40S"]\n"pools.spot.gpu" = "l40s"\n')
+@pytest.mark.parametrize("given", ["usd_per_h = 3.0", 'prices = "prices.csv"'])
+def test_another_gpu_has_its_own_price(tmp_path: Path, given: str) -> None:
+    (tmp_path / "prices.csv").write_text("time,usd_per_h\n0,1\n")
+    other = '[simulation.strategies."on L40S"]\n"pools.spot.gpu" = "l40s"\n'
+    settings = load(tmp_path, f'[pools.spot]\ngpu = "h100"\n{given}\n{other}')
 
     ((_, changed),) = strategies(settings)
 
-    assert changed.pools.spot.usd_per_h == usd_per_h("l40s", "spot") != settings.pools.spot.usd_per_h
+    assert (changed.pools.spot.usd_per_h, changed.pools.spot.prices) == (usd_per_h("l40s", "spot"), "")
+
+
+def test_what_these_settings_cannot_be_compared_with_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = '[pools.spot]\nworkers = 0\ngpu = "h100"\n[strategy]\nexploration = "off"\nrollout_pools = ["reserved"]\n'
+    left_out = [name for name, changes in BASELINES.items() if changes["strategy.exploration"] == "stale"]
+
+    compared = dict(strategies(load(tmp_path, alone)))
+
+    assert [name for name in BASELINES if name not in compared] == left_out
+    assert [said.partition(" is not compared, for")[0] for said in caplog.messages] == list(map(repr, left_out))
 
 
 def test_another_algorithm_has_its_own_clip_range_and_another_model_its_own_size(tmp_path: Path) -> None:

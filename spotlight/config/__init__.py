@@ -6,6 +6,7 @@ Read once, at the start. Tasks read the resolved copy in the run directory, neve
 from spotlight.config.files import (
     RESOLVED,
     changed,
+    check_overrides,
     differences,
     dump,
     is_whole,
@@ -68,6 +69,7 @@ __all__ = [
     "TrackingSection",
     "TrainSection",
     "changed",
+    "check_overrides",
     "differences",
     "dump",
     "leaves",

@@ -63,9 +63,7 @@ def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()
         base: what the paths in it are relative to.
         source: where it is from, for the errors.
     """
-    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
-    if not is_list or not all(isinstance(override, str) for override in overrides):
-        raise SpotlightError(f'overrides = {shown(overrides)}: give a list of texts, such as ["run.seed=3"]')
+    check_overrides(overrides)
     try:
         tree = tomllib.loads(content.decode())
     except ValueError as error:  # of TOML, of UTF-8, or a number of thousands of digits
@@ -77,6 +75,16 @@ def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()
     for override in overrides:
         set_value(tree, override)
     return resolve(tree, base, source, overrides)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """
+    Raises:
+        SpotlightError: it is no list of texts.
+    """
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not is_list or not all(isinstance(override, str) for override in overrides):
+        raise SpotlightError(f'overrides = {shown(overrides)}: give a list of texts, such as ["run.seed=3"]')
 
 
 def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings", overrides: Sequence[str] = ()) -> Config:
