@@ -147,15 +147,6 @@ STRATEGIES: dict[str, list[str]] = {
     "six prompts, no exploration (4 + 8), only reserved GPUs train": ["strategy.exploration=off", SIX],
     "Spotlight, four of a prompt": [FOUR, "exploration.request_seeds=4"],
     "Spotlight, four of a prompt (1 + 47)": [*ON_SPOT, *MORE_SPOT, FOUR, "exploration.request_seeds=2"],
-    "six steps, reserved only (4)": [*ON_RESERVED, "strategy.exploration=off", *SHORT],
-    "six steps (4 + 8), only reserved GPUs train": ["strategy.exploration=off", *SHORT],
-    "six steps, gradients on spot (4 + 8)": ["strategy.exploration=off", *ON_SPOT, *SHORT],
-    "six steps (1 + 11)": ["strategy.exploration=off", *ON_SPOT, *ONE_RESERVED, *SHORT],
-    "six steps (1 + 47)": ["strategy.exploration=off", *ON_SPOT, *MORE_SPOT, *SHORT],
-    "six steps, only updates on reserved (no GPU + 12)": [
-        *("strategy.exploration=off", "pools.spot.workers=12"),
-        *(*NO_GPU, *SHORT),
-    ],
     "chosen of eight in six steps, reserved only (4)": [*ON_RESERVED, "strategy.exploration=off", *CHOSEN],
     "chosen of eight in six steps (4 + 8), only reserved GPUs train": ["strategy.exploration=off", *CHOSEN],
     "chosen of eight in six steps (1 + 11)": ["strategy.exploration=off", *ON_SPOT, *ONE_RESERVED, *CHOSEN],
@@ -183,11 +174,10 @@ rewards. Restart on preemption is Spotlight but for what it does about a loss. W
 and 1 + 11 explore what is worth its seconds; 1 + 47 explores as long as training lasts, in small requests, which fill
 the gaps between its other requests and parts. A quarter ahead: idle GPUs begin with the next iteration's rollouts, with
 weights that are one version old; it explores nothing, nor does half trained. Four of a prompt: rolls out and trains on
-four samples of each instead of eight. Six prompts: rolls out and trains on as many samples, eight of each. Six steps:
-rolls out in as few steps as candidates have, and trains on all eight; it explores nothing. As drawn: trains on the four
-candidates of a prompt whose rewards vary most, which were drawn in six steps while the iteration before trained, and
-rolls out nothing. Chosen of eight in six steps: trains on such four of eight samples of as few steps, which are rolled
-out with the weights of now, and explores nothing."""
+four samples of each instead of eight. Six prompts: rolls out and trains on as many samples, eight of each. As drawn:
+trains on the four candidates of a prompt whose rewards vary most, which were drawn in six steps while the iteration
+before trained, and rolls out nothing. Chosen of eight in six steps: trains on such four of eight samples of as few
+steps, which are rolled out with the weights of now, and explores nothing."""
 RESERVED_ONLY, FOUR_EXPLORED = "reserved only (4)", "Spotlight, four of a prompt"
 FOUR_ON_MANY, AS_DRAWN = "Spotlight, four of a prompt (1 + 47)", "Spotlight, four as drawn"
 DRAWN_ON_MANY = "Spotlight, four as drawn (1 + 47)"
@@ -210,6 +200,16 @@ FILTERED = {
 """What trains on no prompt whose samples all have the same reward, and the same that trains on all."""
 FILTERED_ON_BOTH = f"filtered, {CHOSEN_ON_BOTH}"
 STRATEGIES |= {name: [*STRATEGIES[other], VARIED] for name, other in FILTERED.items()}
+IN_SIX_STEPS = {
+    "six steps, reserved only (4)": RESERVED_ONLY,
+    "six steps (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+    "six steps, gradients on spot (4 + 8)": "no exploration, gradients on spot",
+    "six steps (1 + 11)": "no exploration, gradients on spot (1 + 11)",
+    SIX_ON_MANY: "no exploration, gradients on spot (1 + 47)",
+    SIX_WITHOUT_GPU: NO_GPU_UNEXPLORED,
+}
+"""What rolls out in as few steps as candidates have, and trains on all eight; and the same in sixteen."""
+STRATEGIES |= {name: [*STRATEGIES[other], *SHORT] for name, other in IN_SIX_STEPS.items()}
 WITHOUT = {
     "reserved only (4), blocking exploration": RESERVED_ONLY,
     "Spotlight": "reserved + spot, no exploration",
@@ -227,12 +227,6 @@ WITHOUT = {
     FOUR_EXPLORED: "reserved + spot, no exploration",
     FOUR_ON_MANY: "no exploration, gradients on spot (1 + 47)",
     "four of a prompt, no exploration (1 + 47)": "no exploration, gradients on spot (1 + 47)",
-    "six steps, reserved only (4)": RESERVED_ONLY,
-    "six steps (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
-    "six steps, gradients on spot (4 + 8)": "no exploration, gradients on spot",
-    "six steps (1 + 11)": "no exploration, gradients on spot (1 + 11)",
-    SIX_ON_MANY: "no exploration, gradients on spot (1 + 47)",
-    SIX_WITHOUT_GPU: NO_GPU_UNEXPLORED,
     CHOSEN_ON_RESERVED: RESERVED_ONLY,
     "chosen of eight in six steps (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
     "chosen of eight in six steps (1 + 11)": "no exploration, gradients on spot (1 + 11)",
@@ -246,7 +240,7 @@ WITHOUT = {
     for name in STRATEGIES
     if name.startswith("a quarter ahead") and "(4 +" not in name
 }
-WITHOUT |= FILTERED
+WITHOUT |= FILTERED | IN_SIX_STEPS
 """What explores, begins rollouts early, or trains on half of the samples or on those that vary; and the same GPUs that
 do none of it."""
 ON_FOUR_RESERVED = [

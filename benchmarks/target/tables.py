@@ -85,8 +85,8 @@ GAINS = """### What exploration and early rollouts gain
 
 The same, beside the same GPUs without them: above 1 is a gain. Of so many comparisons a few intervals leave 1 out by
 chance. What explores nothing learns once for all clusters and sizes, so its rows and columns are not independent. Half
-trained: beside the same GPUs that train on all samples. Four of a prompt: beside the same GPUs that sample and train on
-eight, and explore nothing.
+trained: beside the same GPUs that train on all samples. Six steps: beside the same GPUs in sixteen. Four of a prompt:
+beside the same GPUs that sample and train on eight, and explore nothing.
 """
 PAPERS = """### Does exploration pay where only reserved GPUs train, and training is heavy?
 
