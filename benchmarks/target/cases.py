@@ -188,18 +188,6 @@ CHOSEN_ON_MANY = "chosen of eight in six steps (1 + 47)"
 CHOSEN_WITHOUT_GPU = "chosen of eight in six steps, only updates on reserved (no GPU + 12)"
 NO_GPU_UNEXPLORED = "no exploration, only updates on reserved (no GPU + 12)"
 CHOSEN_ON_BOTH = "chosen of eight in six steps, gradients on spot (4 + 8)"
-FILTERED = {
-    f"filtered, {name}": name
-    for name in (
-        *(RESERVED_ONLY, "no exploration, gradients on spot", "no exploration, gradients on spot (1 + 11)"),
-        *("no exploration, gradients on spot (1 + 47)", NO_GPU_UNEXPLORED),
-        *(CHOSEN_ON_RESERVED, CHOSEN_ON_BOTH, "chosen of eight in six steps (1 + 11)", CHOSEN_ON_MANY),
-        CHOSEN_WITHOUT_GPU,
-    )
-}
-"""What trains on no prompt whose samples all have the same reward, and the same that trains on all."""
-FILTERED_ON_BOTH = f"filtered, {CHOSEN_ON_BOTH}"
-STRATEGIES |= {name: [*STRATEGIES[other], VARIED] for name, other in FILTERED.items()}
 IN_SIX_STEPS = {
     "six steps, reserved only (4)": RESERVED_ONLY,
     "six steps (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
@@ -210,6 +198,19 @@ IN_SIX_STEPS = {
 }
 """What rolls out in as few steps as candidates have, and trains on all eight; and the same in sixteen."""
 STRATEGIES |= {name: [*STRATEGIES[other], *SHORT] for name, other in IN_SIX_STEPS.items()}
+FILTERED = {
+    f"filtered, {name}": name
+    for name in (
+        *(RESERVED_ONLY, "no exploration, gradients on spot", "no exploration, gradients on spot (1 + 11)"),
+        *("no exploration, gradients on spot (1 + 47)", NO_GPU_UNEXPLORED),
+        *(CHOSEN_ON_RESERVED, CHOSEN_ON_BOTH, "chosen of eight in six steps (1 + 11)", CHOSEN_ON_MANY),
+        CHOSEN_WITHOUT_GPU,
+        *(name for name in IN_SIX_STEPS if "(4 + 8), only" not in name),
+    )
+}
+"""What trains on no prompt whose samples all have the same reward, and the same that trains on all."""
+FILTERED_ON_BOTH = f"filtered, {CHOSEN_ON_BOTH}"
+STRATEGIES |= {name: [*STRATEGIES[other], VARIED] for name, other in FILTERED.items()}
 WITHOUT = {
     "reserved only (4), blocking exploration": RESERVED_ONLY,
     "Spotlight": "reserved + spot, no exploration",
