@@ -386,6 +386,11 @@ def _stop(parsed: argparse.Namespace) -> None:
         from cluster.start.slurm_driver import cancel_left
 
         cancelled = cancel_left(run.directory, run.config) if on_slurm else []
+        if cancelled is None:
+            raise SpotlightError(
+                f"{run.directory.url}: nobody is running this run here, and Slurm does not answer: `squeue --me` shows "
+                "what it still has of it, once it does"
+            )
         if not cancelled:
             raise SpotlightError(f"{run.directory.url}: nobody is running this run")
         print(f"nobody is running this run; cancelled what Slurm had of it: {', '.join(cancelled)}")

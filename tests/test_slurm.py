@@ -291,7 +291,7 @@ def test_jobs_that_a_killed_driver_left_are_cancelled_by_their_names(
 
     assert waiting is not None
     assert {mine, spot, other} <= {*waiting}
-    assert sorted(cancelled) == sorted([mine, spot])
+    assert sorted(cancelled or []) == sorted([mine, spot])
     assert jobs() == [other]
     slurms("scancel", other)
 
@@ -315,6 +315,19 @@ def test_what_is_left_of_a_run_is_cancelled_by_one_look_at_the_queue(
 
     assert cancelled == ["7"]
     assert asked.read_text().splitlines() == ["squeue --me", "scancel 7"]
+
+
+@pytest.mark.parametrize("squeue", ["exit 1", "exit 0"])
+def test_a_slurm_that_does_not_answer_is_not_told_of_as_an_empty_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], squeue: str
+) -> None:
+    run = create_run(config.load(settings_file(tmp_path), JOBS), 0.0)
+    (run.path / "slurm").mkdir()
+    slurm_driver.record(run, "7")
+    commands(tmp_path, monkeypatch, squeue=squeue)
+
+    assert main(["stop", str(run.path)]) == 1
+    assert ("Slurm does not answer" in capsys.readouterr().err) == (squeue != "exit 0")
 
 
 @pytest.mark.usefixtures("slurm")

@@ -462,7 +462,7 @@ def check_job(pool: str, section: PoolSection, run_dir: Path, security: Security
     sbatch(job.job_script(), "--test-only", where=f"pools.{pool}.slurm")
 
 
-def cancel_all(config: Config, run_dir: Path, *, driver: str = "") -> list[str]:
+def cancel_all(config: Config, run_dir: Path, *, driver: str = "") -> list[str] | None:
     """Cancel this user's jobs of a run's workers; if Slurm does not answer, running ones end because they have no
     scheduler.
 
@@ -470,7 +470,7 @@ def cancel_all(config: Config, run_dir: Path, *, driver: str = "") -> list[str]:
         driver: the number of the driver's job, if that is to be cancelled, too.
 
     Returns:
-        Their numbers.
+        Their numbers; None where Slurm does not answer.
     """
     wanted = {
         job_name(run_dir, f"{pool}-{first}")
@@ -478,13 +478,13 @@ def cancel_all(config: Config, run_dir: Path, *, driver: str = "") -> list[str]:
         for first in range(0, section.workers, section.workers_per_node)
     }
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        _, printed, _ = run_command("squeue", "--me", "--noheader", "--format=%A %j")
+        status, printed, _ = run_command("squeue", "--me", "--noheader", "--format=%A %j")
         jobs = [line.split(maxsplit=1) for line in printed.splitlines()]
         named = [words for words in jobs if len(words) == 2]
         if numbers := [job for job, name in named if name.strip() in wanted or job == driver]:
             run_command("scancel", *numbers)
-            return numbers
-    return []
+        return None if status else numbers
+    return None
 
 
 def slurms_words(text: str) -> str:

@@ -190,10 +190,10 @@ def stop_job(run: RunDir) -> bool:
     return False
 
 
-def cancel_left(run: RunDir, config: Config) -> list[str]:
+def cancel_left(run: RunDir, config: Config) -> list[str] | None:
     """Cancel a driver's job that has not begun, and the workers' jobs that a killed driver left in the queue.
 
     Returns:
-        Their numbers.
+        Their numbers; None where Slurm does not answer.
     """
     return cancel_all(config, run.path, driver=job_of(run))
