@@ -13,7 +13,17 @@ import pytest
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from cluster.dispatch.dispatcher import Dispatcher, differing
-from cluster.dispatch.events import CloseExploration, Dismiss, Event, Instruction, TaskChanged, TaskState, WorkerLeft
+from cluster.dispatch.events import (
+    CloseExploration,
+    Dismiss,
+    Event,
+    Instruction,
+    Launch,
+    TaskChanged,
+    TaskState,
+    Wake,
+    WorkerLeft,
+)
 from cluster.dispatch.rules import Rules
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
@@ -181,6 +191,30 @@ def test_with_a_worker_only_its_own_results_are_lost() -> None:
     cluster.compute(graph, outputs)
 
     assert lost == [3]
+
+
+def test_a_step_that_was_taken_before_the_engine_was_lost_is_known_by_then() -> None:
+    """As live, where both travel the same way: the next loss is the second in a row."""
+    clock, lost_after_s, rests = VirtualClock(), iter([1.5, 0.5]), list[int]()
+    launched = list[Launch]()
+
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        for each in instructions:
+            if isinstance(each, Launch):
+                launched.append(each)
+                if wait_s := next(lost_after_s, None):
+                    clock.after(wait_s, lambda: cluster.machines.lose_engine(launched[-1].members[0].address))
+            elif isinstance(each, Wake):
+                rests.append(len(launched))
+
+    graph, outputs = Example(widths=(1,), rollouts=1, pool="spot", rounds=0, slots=1, parts=1).graph(lambda: None)
+    stays = [Stay(pool=pool, name=pool, node=pool, ups=((0.0, inf),)) for pool in ("spot", "reserved")]
+    timing = ExampleTiming(step_s=1.0, train_s=0.5, start_up_s=0.0)
+    cluster = VirtualCluster("faults", Dispatcher(Rules()), clock, timing, stays, told=told)
+
+    cluster.compute(graph, outputs)
+
+    assert rests == [2]
 
 
 def test_a_machine_that_is_taken_while_it_starts_up_leaves_the_next_ones_start_whole() -> None:
