@@ -71,9 +71,9 @@ class Invariants:
             worker, pool = cluster.workers.get(member.address), cluster.tasks.all[member.key].pool
             if worker and worker.pool not in GATED[pool] and not self._rules.reserved_computes:
                 yield f"{launch.gang}, of the pool {pool}, is to run on {worker.name}, of the pool {worker.pool}"
-        keys = {member.key for member in launch.members}
         for worker in cluster.workers.values():
-            if not keys.isdisjoint(worker.running) or not keys.isdisjoint(worker.queue):
+            has = (cluster.tasks.all[key].shard[0] for key in (*worker.queue, *worker.running))
+            if worker.pool != "head" and launch.gang in has:  # which ends those that have nothing to do
                 yield f"{launch.gang} is launched, and {worker.name} still has a shard of an earlier forming"
 
     def _wrong_alone(self, cluster: VirtualCluster, begin: Train | Score) -> Iterator[str]:
