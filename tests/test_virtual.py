@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from cluster.dispatch.events import (
     Instruction,
     Launch,
     TaskChanged,
+    TasksChanged,
     TaskState,
     Wake,
     WorkerLeft,
@@ -27,8 +28,8 @@ from cluster.dispatch.events import (
 from cluster.dispatch.rules import Rules
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
-from cluster.virtual.example import Example, ExampleTiming, request
-from cluster.virtual.executor import Executor
+from cluster.virtual.example import Example, ExampleTiming, _score, request
+from cluster.virtual.executor import BACK_OFF_S, Executor
 from cluster.virtual.messages import Messages
 from cluster.virtual.replacement import Keeper
 from cluster.virtual.timing import Denoising, Fixed, Stay
@@ -167,6 +168,95 @@ def test_what_goes_on_elsewhere_takes_passes_again_and_what_begins_takes_none() 
     assert ends_s("never", 1) == ends_s("never", 0)
     assert ends_s("lost", 0) > 20
     assert ends_s("lost", 1) == pytest.approx(ends_s("lost", 0) + step_s)
+
+
+L, F, B, STEPS = ExampleTiming.launch_s, ExampleTiming.form_s, BACK_OFF_S, request("rollout", 0).steps
+
+
+@pytest.mark.parametrize(
+    ("lost", "after_s", "width", "resumes", "takes_s"),
+    [
+        ("nothing", 0.0, 1, True, L + STEPS),
+        ("nothing", 0.0, 2, True, L + F + STEPS / 2),
+        ("worker", L + 1.5, 1, True, L + 1.5 + L + STEPS - 1),
+        ("worker", L + 1.5, 1, False, L + 1.5 + L + STEPS),
+        ("engine", L + 1.5, 1, True, L + 1.5 + B + L + STEPS - 1),
+        ("notice", L + 0.5, 1, True, L + 1 + B + L + STEPS - 1),
+        ("notice", L, 1, True, L + B + L + STEPS),
+        ("notice", L + STEPS - 0.5, 1, True, L + STEPS),
+        ("worker", L + F + 0.75, 2, True, L + F + 0.75 + B + L + F + (STEPS - 1) / 2),
+        ("notice", L + F + 0.25, 2, True, L + F + 0.5 + B + L + F + (STEPS - 1) / 2),
+    ],
+)
+def test_a_step_counts_once_it_is_taken_and_what_is_lost_is_a_part_of_one(
+    lost: str, after_s: float, width: int, resumes: bool, takes_s: float
+) -> None:
+    """A kill loses the step in flight, and a notice none; a step of a sample takes a worker a second."""
+    clock, began_s, ended_s = VirtualClock(), list[float](), list[float]()
+
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        if isinstance(event, TaskChanged | TasksChanged) and event.state == "memory":
+            ended_s.extend(event.at_s for key in event_keys(event) if key == ("rollout", 0))
+        for each in instructions:
+            if isinstance(each, Launch) and not began_s:
+                began_s.append(clock.now_s)
+                clock.after(after_s, lose[lost], each.members[-1].address)
+
+    graph, outputs = Example(widths=(width,), rollouts=1, pool="spot", rounds=0, slots=1, parts=1).graph(lambda: None)
+    spot = [Stay(pool="spot", name=f"spot-{n}", node="n", ups=((0.0, inf),)) for n in range(width + 1)]
+    reserved = Stay(pool="reserved", name="reserved-0", node="r", ups=((0.0, inf),))
+    timing = ExampleTiming(step_s=1.0, train_s=0.5, start_up_s=0.0)
+    rules = Rules(widens=resumes, moves=resumes)
+    cluster = VirtualCluster("faults", Dispatcher(rules), clock, timing, [*spot, reserved], resumes=resumes, told=told)
+    machines = cluster.machines
+    lose: dict[str, Callable[[str], None]] = {
+        "nothing": lambda address: None,
+        "worker": machines.kill,
+        "engine": machines.lose_engine,
+        "notice": lambda address: machines.notice(address, grace_s=30.0),
+    }
+
+    cluster.compute(graph, outputs)
+
+    assert ended_s[0] - began_s[0] == pytest.approx(takes_s)
+
+
+def test_exploration_ends_at_a_step_boundary_and_its_scoring_at_once() -> None:
+    class Timing(ExampleTiming):
+        def work(self, function: Any, given: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
+            work = super().work(function, given)
+            return Fixed(seconds=5.0) if function is _score else work
+
+        def step_s(self, samples: int, width: int, pool: str) -> float:
+            return samples * (4.0 if pool == "spot" else 1.0)
+
+    clock, began_s, ended_s = VirtualClock(), dict[str, float](), dict[Any, float]()
+
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        if isinstance(event, TaskChanged | TasksChanged) and event.state == "memory":
+            ended_s.update(dict.fromkeys(event_keys(event), event.at_s))
+        began_s.update((each.gang, clock.now_s) for each in instructions if isinstance(each, Launch))
+
+    example = Example(widths=(1,), rollouts=1, pool="reserved", rounds=1, slots=2, parts=1)
+    graph, outputs = example.graph(lambda: None)
+    stays = [Stay(pool="spot", name=f"spot-{n}", node="n", ups=((0.0, inf),)) for n in range(2)]
+    stays += [Stay(pool="reserved", name="reserved-0", node="r", ups=((0.0, inf),))]
+    timing = Timing(step_s=1.0, train_s=1.0, start_up_s=0.0)
+
+    VirtualCluster("faults", Dispatcher(Rules()), clock, timing, stays, told=told).compute(graph, outputs)
+
+    closed_s = ended_s["update", 0]
+    assert ended_s["explore-r0", 0] < closed_s  # its scoring would take longer
+    assert ended_s["explore-score-r0", 0] == closed_s
+    asked, begun_s = request("explore", 1), began_s["explore-r0/1"] + L
+    step_s = 4.0 * len(asked.seeds)
+    taken = ceil((closed_s - begun_s) / step_s)
+    assert 1 < taken < asked.steps
+    assert ended_s["explore-r0", 1] == pytest.approx(begun_s + taken * step_s)
+
+
+def event_keys(event: TaskChanged | TasksChanged) -> Sequence[Any]:
+    return (event.key,) if isinstance(event, TaskChanged) else event.keys
 
 
 def test_with_a_worker_only_its_own_results_are_lost() -> None:
