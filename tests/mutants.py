@@ -24,6 +24,8 @@ from cluster.dispatch.events import (
 from cluster.dispatch.request_state import SCORING, RequestState
 from cluster.dispatch.rules import Rules
 from cluster.dispatch.state import State
+from spotlight.plan.offload import PhaseDecision
+from spotlight.records import Pool
 
 
 class _Otherwise(Dispatcher):
@@ -145,6 +147,14 @@ class SpansNodes(_Otherwise):
             return super()._launch(request, [*names[:-1], *others[-1:]] if others else names, at_s)
 
 
+class IgnoresPools(_Otherwise):
+    """A request runs on whoever computes."""
+
+    class state_type(State):
+        def pools_of(self, request: RequestState, phase: PhaseDecision) -> tuple[Pool, ...]:
+            return ("spot", "reserved")
+
+
 class ForgetsBroken(_Otherwise):
     """A request that lost its gang is not looked at again."""
 
@@ -238,6 +248,7 @@ MUTANTS: dict[type[Dispatcher], str] = {
     NeverQuarantines: "it hangs",
     LaunchesParts: "is launched with (rank, width, forming)",
     SpansNodes: "spans nodes",
+    IgnoresPools: ", of the pool spot, is to run on reserved-",
     LooksAtArrivalsOnly: "waits for a worker that scores and",
     LeavesSurplusWaiting: HANGS,
     FreesSurvivorsEarly: "still has a shard of an earlier forming",
