@@ -30,6 +30,7 @@ from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.example import Example, ExampleTiming, _score, request
 from cluster.virtual.executor import BACK_OFF_S, Executor
+from cluster.virtual.faults import DriverKilled
 from cluster.virtual.messages import Messages
 from cluster.virtual.replacement import Keeper
 from cluster.virtual.timing import Denoising, Fixed, Stay
@@ -182,7 +183,10 @@ L, F, B, STEPS = ExampleTiming.launch_s, ExampleTiming.form_s, BACK_OFF_S, reque
         ("worker", L + 1.5, 1, False, L + 1.5 + L + STEPS),
         ("engine", L + 1.5, 1, True, L + 1.5 + B + L + STEPS - 1),
         ("notice", L + 0.5, 1, True, L + 1 + B + L + STEPS - 1),
+        ("worker", L + 1.0, 1, True, L + 1 + L + STEPS - 1),
+        ("notice", L / 2, 1, True, L / 2 + B + L + STEPS),
         ("notice", L, 1, True, L + B + L + STEPS),
+        ("notice", L + 1.0, 1, True, L + 1 + B + L + STEPS - 1),
         ("notice", L + STEPS - 0.5, 1, True, L + STEPS),
         ("worker", L + F + 0.75, 2, True, L + F + 0.75 + B + L + F + (STEPS - 1) / 2),
         ("notice", L + F + 0.25, 2, True, L + F + 0.5 + B + L + F + (STEPS - 1) / 2),
@@ -219,6 +223,28 @@ def test_a_step_counts_once_it_is_taken_and_what_is_lost_is_a_part_of_one(
     cluster.compute(graph, outputs)
 
     assert ended_s[0] - began_s[0] == pytest.approx(takes_s)
+
+
+def test_a_gang_that_waits_for_a_frozen_member_takes_no_step_whenever_its_driver_dies() -> None:
+    clock, committed = VirtualClock(), dict[str, int]()
+
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        if launch := next((each for each in instructions if isinstance(each, Launch)), None):
+            clock.after(L + F + 0.7, cluster.machines.freeze, launch.members[-1].address)
+            clock.after(L + F + 5.0, die)
+
+    def die() -> None:
+        raise DriverKilled
+
+    graph, outputs = Example(widths=(2,), rollouts=1, pool="spot", rounds=0, slots=1, parts=1).graph(lambda: None)
+    stays = [Stay(pool="spot", name=f"spot-{n}", node="n", ups=((0.0, inf),)) for n in range(2)]
+    timing = ExampleTiming(step_s=1.0, train_s=0.5, start_up_s=0.0)
+    cluster = VirtualCluster("faults", Dispatcher(Rules()), clock, timing, stays, committed=committed, told=told)
+
+    with pytest.raises(DriverKilled):
+        cluster.compute(graph, outputs)
+
+    assert committed == {request("rollout", 0).id: 1}
 
 
 def test_exploration_ends_at_a_step_boundary_and_its_scoring_at_once() -> None:
