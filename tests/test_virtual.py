@@ -225,6 +225,33 @@ def test_a_step_counts_once_it_is_taken_and_what_is_lost_is_a_part_of_one(
     assert ended_s[0] - began_s[0] == pytest.approx(takes_s)
 
 
+@pytest.mark.parametrize(("resumes", "redone_steps"), [(True, 0), (False, 2)])
+def test_what_a_kill_wastes_is_the_step_in_flight_and_the_steps_that_are_taken_again(
+    resumes: bool, redone_steps: int
+) -> None:
+    """As live, where each step is reported as it is taken; here most are when somebody asks."""
+    clock, step_s = VirtualClock(), float(len(request("rollout", 1).seeds))
+
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        for each in instructions:
+            if isinstance(each, Launch) and each.gang == "rollout/1" and each.members[0].place.epoch == 1:
+                clock.after(L + 2.75 * step_s, cluster.machines.kill, each.members[0].address)
+
+    graph, outputs = Example(widths=(1,), rollouts=2, pool="spot", rounds=0, slots=1, parts=1).graph(lambda: None)
+    spot = [Stay(pool="spot", name=f"spot-{n}", node="n", ups=((0.0, inf),)) for n in range(2)]
+    reserved = Stay(pool="reserved", name="reserved-0", node="r", ups=((0.0, inf),))
+    timing = ExampleTiming(step_s=1.0, train_s=0.5, start_up_s=0.0)
+    dispatch = Dispatcher(Rules(widens=resumes, moves=resumes))
+    cluster = VirtualCluster("faults", dispatch, clock, timing, [*spot, reserved], resumes=resumes, told=told)
+
+    cluster.compute(graph, outputs)
+
+    lost, done = (span for span in dispatch.drain().spans if span.key == str(("rollout", 1)))
+    assert (lost.outcome, done.outcome) == ("lost", "done")
+    assert lost.uncommitted_s == pytest.approx(0.75 * step_s)
+    assert done.redone_s == pytest.approx(redone_steps and L + redone_steps * step_s)
+
+
 def test_a_gang_that_waits_for_a_frozen_member_takes_no_step_whenever_its_driver_dies() -> None:
     clock, committed = VirtualClock(), dict[str, int]()
 
