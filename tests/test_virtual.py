@@ -22,10 +22,11 @@ from cluster.dispatch.events import (
     TaskChanged,
     TasksChanged,
     TaskState,
+    Train,
     Wake,
     WorkerLeft,
 )
-from cluster.dispatch.rules import Rules
+from cluster.dispatch.rules import CLOSE_MARGIN_S, Rules
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.example import Example, ExampleTiming, _score, request
@@ -35,6 +36,7 @@ from cluster.virtual.messages import Messages
 from cluster.virtual.replacement import Keeper
 from cluster.virtual.timing import Denoising, Fixed, Stay
 from cluster.virtual.workers import VirtualWorker
+from spotlight.records import Stopped
 
 
 def test_alike_events_of_a_moment_are_one_call() -> None:
@@ -250,15 +252,19 @@ def test_what_a_kill_wastes_is_the_step_in_flight_and_the_steps_that_are_taken_a
     assert (lost.outcome, done.outcome) == ("lost", "done")
     assert lost.uncommitted_s == pytest.approx(0.75 * step_s)
     assert done.redone_s == pytest.approx(redone_steps and L + redone_steps * step_s)
+    assert done.stop_s - done.start_s == pytest.approx(L + (1 + redone_steps) * step_s)
 
 
-def test_a_gang_that_waits_for_a_frozen_member_takes_no_step_whenever_its_driver_dies() -> None:
+@pytest.mark.parametrize(("freezes_after_s", "dies_after_s"), [(0.7, 5.0), (9.0, 0.7)])
+def test_what_a_gang_has_committed_stays_when_its_driver_dies_and_it_takes_no_step_with_a_frozen_member(
+    freezes_after_s: float, dies_after_s: float
+) -> None:
     clock, committed = VirtualClock(), dict[str, int]()
 
     def told(event: Event, instructions: list[Instruction]) -> None:
         if launch := next((each for each in instructions if isinstance(each, Launch)), None):
-            clock.after(L + F + 0.7, cluster.machines.freeze, launch.members[-1].address)
-            clock.after(L + F + 5.0, die)
+            clock.after(L + F + freezes_after_s, cluster.machines.freeze, launch.members[-1].address)
+            clock.after(L + F + dies_after_s, die)
 
     def die() -> None:
         raise DriverKilled
@@ -296,8 +302,12 @@ def test_exploration_ends_at_a_step_boundary_and_its_scoring_at_once() -> None:
     stays += [Stay(pool="reserved", name="reserved-0", node="r", ups=((0.0, inf),))]
     timing = Timing(step_s=1.0, train_s=1.0, start_up_s=0.0)
 
-    VirtualCluster("faults", Dispatcher(Rules()), clock, timing, stays, told=told).compute(graph, outputs)
+    dispatch = Dispatcher(Rules())
 
+    VirtualCluster("faults", dispatch, clock, timing, stays, told=told).compute(graph, outputs)
+
+    outcomes = {span.key: span.outcome for span in dispatch.drain().spans if span.phase == "explore-r0"}
+    assert outcomes == {str(("explore-r0", 0)): "done", str(("explore-r0", 1)): "dropped"}
     closed_s = ended_s["update", 0]
     assert ended_s["explore-r0", 0] < closed_s  # its scoring would take longer
     assert ended_s["explore-score-r0", 0] == closed_s
@@ -306,6 +316,67 @@ def test_exploration_ends_at_a_step_boundary_and_its_scoring_at_once() -> None:
     taken = ceil((closed_s - begun_s) / step_s)
     assert 1 < taken < asked.steps
     assert ended_s["explore-r0", 1] == pytest.approx(begun_s + taken * step_s)
+
+
+def test_a_stop_waits_for_the_step_in_flight_and_for_no_other() -> None:
+    clock, committed, began_s = VirtualClock(), dict[str, int](), list[float]()
+
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        if any(isinstance(each, Launch) for each in instructions):
+            began_s.append(clock.now_s)
+            clock.after(L + 0.5, cluster.stop)
+
+    graph, outputs = Example(widths=(1,), rollouts=1, pool="spot", rounds=0, slots=1, parts=1).graph(lambda: None)
+    stays = [Stay(pool="spot", name="spot-0", node="n", ups=((0.0, inf),))]
+    timing = ExampleTiming(step_s=1.0, train_s=0.5, start_up_s=0.0)
+    cluster = VirtualCluster("faults", Dispatcher(Rules()), clock, timing, stays, committed=committed, told=told)
+
+    with pytest.raises(Stopped):
+        cluster.compute(graph, outputs)
+
+    assert clock.now_s - began_s[0] == pytest.approx(L + 1 + B)
+    assert committed == {request("rollout", 0).id: 1}
+
+
+def test_workers_that_come_in_one_moment_are_seen_together() -> None:
+    launched = list[Launch]()
+
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        launched.extend(each for each in instructions if isinstance(each, Launch))
+
+    graph, outputs = Example(widths=(1, 2), rollouts=1, pool="spot", rounds=0, slots=1, parts=1).graph(lambda: None)
+    stays = [Stay(pool="spot", name=f"spot-{n}", node="n", ups=((5.0, inf),)) for n in range(2)]
+    stays += [Stay(pool="reserved", name="reserved-0", node="r", ups=((0.0, inf),))]
+    timing = ExampleTiming(step_s=1.0, train_s=0.5, start_up_s=0.0)
+
+    VirtualCluster("faults", Dispatcher(Rules()), VirtualClock(), timing, stays, told=told).compute(graph, outputs)
+
+    assert [len(each.members) for each in launched] == [2]
+
+
+def test_a_worker_whose_work_outlasts_its_notice_hands_over_what_it_has_in_time() -> None:
+    clock, trained, grace_s = VirtualClock(), list[tuple[Any, str, float]](), 10.0
+
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        for each in instructions:
+            if isinstance(each, Train) and each.key[0] == "train":
+                trained.append((each.key, each.address, clock.now_s))
+                if len(trained) == 3:  # who takes it has the gradient of another part
+                    clock.after(1.0, lambda: cluster.machines.notice(trained[2][1], grace_s))
+
+    graph, outputs = Example(widths=(1,), rollouts=3, pool="spot", rounds=0, slots=1, parts=3).graph(lambda: None)
+    stays = [Stay(pool="reserved", name=f"reserved-{n}", node="r", ups=((0.0, inf),)) for n in range(2)]
+    stays += [Stay(pool="spot", name="spot-0", node="n", ups=((0.0, inf),))]
+    timing = ExampleTiming(step_s=1.0, train_s=20.0, start_up_s=0.0)
+    cluster = VirtualCluster("faults", Dispatcher(Rules()), clock, timing, stays, told=told)
+
+    cluster.compute(graph, outputs)
+
+    *_, (key, address, began_s), (key_again, address_again, again_s) = trained
+    assert len(trained) == 4
+    assert key == key_again
+    assert address != address_again
+    assert again_s - began_s == pytest.approx(1 + grace_s - CLOSE_MARGIN_S)
 
 
 def event_keys(event: TaskChanged | TasksChanged) -> Sequence[Any]:
