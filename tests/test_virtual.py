@@ -24,10 +24,11 @@ from cluster.dispatch.events import (
     TaskState,
     Train,
     Wake,
+    WorkerJoined,
     WorkerLeft,
 )
 from cluster.dispatch.rules import CLOSE_MARGIN_S, Rules
-from cluster.virtual.clock import VirtualClock
+from cluster.virtual.clock import SAME_MOMENT_S, VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.example import Example, ExampleTiming, _score, request
 from cluster.virtual.executor import BACK_OFF_S, Executor
@@ -60,6 +61,15 @@ def test_alike_events_of_a_moment_are_one_call() -> None:
         clock.step()
 
     assert told == [(1.0, ["first"]), (2.0, ["a", "b", "c"]), (2.0, "d"), (2.0, ["e"]), (3.0, ["last"])]
+
+
+def test_events_that_only_rounding_sets_apart_are_of_one_moment() -> None:
+    clock, seen = VirtualClock(), list[float]()
+    for at_s in (1.0, 1.0 + SAME_MOMENT_S / 2, 1.0 + 3 * SAME_MOMENT_S):
+        clock.at(at_s, seen.append, at_s)
+
+    assert [clock.step() for _ in range(3)] == [True, False, False]
+    assert seen == sorted(seen)
 
 
 def test_who_is_dismissed_while_others_are_ends_too() -> None:
@@ -429,6 +439,40 @@ def test_a_step_that_was_taken_before_the_engine_was_lost_is_known_by_then() -> 
     cluster.compute(graph, outputs)
 
     assert rests == [2]
+
+
+def test_a_result_that_was_asked_for_is_made_again_when_it_is_lost_and_its_place_is_filled_in_time() -> None:
+    """Nobody else needs it."""
+    clock, joined_s, began_s = VirtualClock(), list[float](), list[float]()
+
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        if isinstance(event, WorkerJoined) and event.name == "reward-0":
+            joined_s.append(event.at_s)
+        if isinstance(event, TaskChanged) and event.key == ("score", 0) and event.state == "processing":
+            began_s.append(event.at_s)
+            if len(began_s) == 1:
+                clock.after(1.5, cluster.machines.kill, event.worker)
+
+    def layer(name: str, pool: str) -> MaterializedLayer:
+        annotations = {"pool": pool, "iteration": 0, "resources": {"gate": 1}, "phase": name}
+        return MaterializedLayer({(name, 0): (busy,)}, annotations=annotations)
+
+    class Slow(ASecond):
+        start_up_s = 3.0
+
+        def work(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> Fixed:
+            return Fixed(seconds=1.0)
+
+    stay = Stay(pool="reward", name="reward-0", node="b", ups=((0.0, inf),), replace_after_s=7.0)
+    late = Stay(pool="reserved", name="reserved-0", node="a", ups=((30.0, inf),))
+    cluster = VirtualCluster("r", Dispatcher(Rules()), clock, Slow(), [stay, late], told=told)
+    layers = {"score": layer("score", "reward"), "update": layer("update", "update")}
+
+    found = cluster.compute(HighLevelGraph(layers, {name: set() for name in layers}), [("score", 0), ("update", 0)])
+
+    assert found == ["done", "done"]
+    assert joined_s == [3.0, 3.0 + 1.5 + 7.0 + 3.0]
+    assert began_s == joined_s
 
 
 def test_a_machine_that_is_taken_while_it_starts_up_leaves_the_next_ones_start_whole() -> None:
