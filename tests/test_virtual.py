@@ -475,6 +475,25 @@ def test_a_result_that_was_asked_for_is_made_again_when_it_is_lost_and_its_place
     assert began_s == joined_s
 
 
+@pytest.mark.parametrize(("kind", "uncommitted_s"), [("notice", B), ("kill", L + 0.5)])
+def test_a_machine_that_is_taken_with_a_notice_has_its_time_for_the_step_in_flight(
+    kind: str, uncommitted_s: float
+) -> None:
+    """It is taken in the middle of the first step of two."""
+    gone_s = ExampleTiming.graph_s + L + 0.5
+    ups_s = {"spot-0": ((0.0, gone_s),), "spot-1": ((gone_s + 1.0, inf),)}
+    graph, outputs = Example(widths=(1,), rollouts=1, pool="spot", rounds=0, slots=1, parts=1).graph(lambda: None)
+    spot = [Stay(pool="spot", name=name, node="n", ups=ups, preemptions=(kind,)) for name, ups in ups_s.items()]
+    reserved = Stay(pool="reserved", name="reserved-0", node="r", ups=((0.0, inf),))
+    timing = ExampleTiming(step_s=1.0, train_s=0.5, start_up_s=0.0)
+    dispatch = Dispatcher(Rules())
+
+    VirtualCluster("faults", dispatch, VirtualClock(), timing, [*spot, reserved]).compute(graph, outputs)
+
+    spans = [span for span in dispatch.drain().spans if span.phase == "rollout"]
+    assert [span.uncommitted_s for span in spans] == pytest.approx([uncommitted_s, 0.0])
+
+
 def test_a_machine_that_is_taken_while_it_starts_up_leaves_the_next_ones_start_whole() -> None:
     clock, joined = VirtualClock(), list[float]()
 
