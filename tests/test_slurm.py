@@ -175,14 +175,17 @@ def test_a_driver_that_fails_at_once_fails_its_job(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("setup", ["true", "set -euo pipefail"])
-@pytest.mark.parametrize(("signals", "is_queued_again"), [("USR1", True), ("TERM", False), ("TERM USR1", False)])
+@pytest.mark.parametrize(
+    ("signals", "status", "is_queued_again"),
+    [("USR1", 7, True), ("USR1", 0, False), ("TERM", 7, False), ("TERM USR1", 7, False)],
+)
 def test_a_driver_is_queued_again_at_its_time_limit_unless_it_was_stopped_whatever_the_setup_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: str, signals: str, is_queued_again: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: str, signals: str, status: int, is_queued_again: bool
 ) -> None:
-    """The job's script, whose driver sends it what Slurm would, as soon as its shell hears that."""
+    """Nor if it ended well. In the job's script, the driver sends what Slurm would, as soon as the shell hears that."""
     (python := tmp_path / "python").write_text(
         "#!/bin/sh\ntrap told=1 TERM\nuntil grep -q 'SigCgt:.*[4-7c-f]...$' /proc/$PPID/status; do sleep 0.01; done\n"
-        f'for each in {signals}; do kill -$each $PPID; until [ "$told" ]; do sleep 0.01; done; done\nexit 7\n'
+        f'for each in {signals}; do kill -$each $PPID; until [ "$told" ]; do sleep 0.01; done; done\nexit {status}\n'
     )
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
@@ -193,7 +196,7 @@ def test_a_driver_is_queued_again_at_its_time_limit_unless_it_was_stopped_whatev
 
     done = subprocess.run(["bash", script], env={**os.environ, "SLURM_JOB_ID": "3"}, capture_output=True)
 
-    assert done.returncode == 7
+    assert done.returncode == status
     assert asked.read_text() == ("requeue 3\n" if is_queued_again else "")
 
 
