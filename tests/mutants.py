@@ -24,6 +24,8 @@ from cluster.dispatch.events import (
 from cluster.dispatch.request_state import SCORING, RequestState
 from cluster.dispatch.rules import Rules
 from cluster.dispatch.state import State
+from spotlight.plan.offload import PhaseDecision
+from spotlight.records import Pool
 
 
 class _Otherwise(Dispatcher):
@@ -128,6 +130,31 @@ class KeepsTheDead(Dispatcher):
         return instructions
 
 
+class KeepsTheGone(Dispatcher):
+    """A worker that is gone counts as there."""
+
+    def _left(self, event: WorkerLeft) -> list[Instruction]:
+        return []
+
+
+class SpansNodes(_Otherwise):
+    """The last member of a gang is a worker of any node."""
+
+    class decisions_type(Decisions):
+        def _launch(self, request: RequestState, names: Sequence[str], at_s: float) -> Launch:
+            idle = [each.worker for each in self._state.roster.idle.values() if each.pool in request.pools]
+            others = [name for name in idle if name not in names]
+            return super()._launch(request, [*names[:-1], *others[-1:]] if others else names, at_s)
+
+
+class IgnoresPools(_Otherwise):
+    """A request runs on whoever computes."""
+
+    class state_type(State):
+        def pools_of(self, request: RequestState, phase: PhaseDecision) -> tuple[Pool, ...]:
+            return ("spot", "reserved")
+
+
 class ForgetsBroken(_Otherwise):
     """A request that lost its gang is not looked at again."""
 
@@ -205,21 +232,26 @@ class LeavesScoringWaiting(Dispatcher):
             super()._note_ready(task)
 
 
-MUTANTS: tuple[type[Dispatcher], ...] = (
-    NeverCallsOff,
-    NeverClosesGates,
-    IgnoresNotices,
-    KeepsOldNotices,
-    BelievesOldFormings,
-    RepeatsFormings,
-    GivesTheBusyMore,
-    IgnoresPauses,
-    KeepsTheDead,
-    ForgetsBroken,
-    NeverQuarantines,
-    LaunchesParts,
-    LooksAtArrivalsOnly,
-    LeavesSurplusWaiting,
-    FreesSurvivorsEarly,
-    LeavesScoringWaiting,
-)
+HANGS = "nothing happens any more"
+MUTANTS: dict[type[Dispatcher], str] = {
+    NeverCallsOff: HANGS,
+    NeverClosesGates: "begins without its first shard",
+    IgnoresNotices: "is under notice",
+    KeepsOldNotices: HANGS,
+    BelievesOldFormings: "is known, forming",
+    RepeatsFormings: "is formed again as forming",
+    GivesTheBusyMore: "tasks from behind the gate",
+    IgnoresPauses: "is paused",
+    KeepsTheDead: "has two shards on one worker",
+    KeepsTheGone: "is gone",
+    ForgetsBroken: "waits for a worker of ('spot',) and",
+    NeverQuarantines: "it hangs",
+    LaunchesParts: "is launched with (rank, width, forming)",
+    SpansNodes: "spans nodes",
+    IgnoresPools: ", of the pool spot, is to run on reserved-",
+    LooksAtArrivalsOnly: "waits for a worker that scores and",
+    LeavesSurplusWaiting: HANGS,
+    FreesSurvivorsEarly: "still has a shard of an earlier forming",
+    LeavesScoringWaiting: "is None instead of",
+}
+"""{dispatcher: part of a sentence that says what its bug leads to}"""

@@ -46,6 +46,15 @@ def test_a_reward_does_not_depend_on_its_batch(seeds: list[int], run_seed: int, 
     assert together.tolist() == alone[::-1]
 
 
+def test_the_numbers_that_draws_are_made_of_are_those_of_splitmix64() -> None:
+    """What was recorded rests on them. These are the first of Java's ``SplittableRandom(0)``."""
+    states = np.arange(1, 4, dtype=np.uint64) * learning_model._STRIDE
+
+    words = learning_model._hashed(states).tolist()
+
+    assert words == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
 def test_another_prompt_run_or_seed_is_another_draw() -> None:
     seeds = range(64)
     first = rewards(0.5, seeds, run_seed=0, prompt=0)
@@ -63,7 +72,7 @@ def test_another_prompt_run_or_seed_is_another_draw() -> None:
 def test_rewards_have_the_score_for_their_mean_and_stale_ones_rank_as_measured(score: float) -> None:
     regenerated_PN, explored_PN = drawn(score, 16), drawn(score, 16, stale=True)
 
-    standard_error = learning_model.SPREAD / PROMPTS**0.5
+    standard_error = 0.5 / regenerated_PN.size**0.5  # at most; prompts, which are spread evenly, add next to nothing
     assert regenerated_PN.mean() == pytest.approx(score, abs=4 * standard_error)
     assert explored_PN.mean() == pytest.approx(score, abs=4 * standard_error)
     correlation = rank_correlation(explored_PN.ravel(), regenerated_PN.ravel())
@@ -132,10 +141,15 @@ def test_the_model_meets_the_measured_run() -> None:
     assert score == pytest.approx(0.781, abs=0.005)  # docs/trials.md: 16 iterations, not explored
 
 
-def test_a_run_that_has_learnt_all_goes_on() -> None:
+@pytest.mark.parametrize("gain", [GAIN, 1.0])
+def test_a_run_that_has_learnt_all_goes_on(gain: float) -> None:
     score = 0.5
     for _ in range(10_000):
-        score = after(score, 1.0, gain=GAIN)
+        score = after(score, 1.0, gain=gain)
 
     assert rewards(score, range(8), run_seed=0, prompt=0).tolist() == [1.0] * 8
     assert captured(score, [[1.0] * 8]) == 0.0
+
+
+def test_a_sample_alone_teaches_nothing() -> None:
+    assert captured(0.5, [[1.0], [0.0]]) == 0.0

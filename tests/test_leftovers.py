@@ -474,13 +474,21 @@ def test_another_process_finds_modules_wherever_it_is(tmp_path: Path, monkeypatc
     assert janitor.module_path() == [str(tmp_path), str(tmp_path / "src"), "/there"]
 
 
-def test_a_janitor_cleans_although_a_child_of_its_owner_has_its_pipe(tmp_path: Path) -> None:
+def test_a_janitor_cleans_although_a_child_of_its_owner_has_its_pipe_and_it_got_the_owners_signals(
+    tmp_path: Path,
+) -> None:
     script = f"""
 import os, signal, time
 from cluster.start import janitor
 janitor.register("folder", {str(tmp_path / "gone")!r})
 if os.fork() == 0:
     time.sleep(600)
+pid = janitor._janitors[0]._pid
+while os.readlink(f"/proc/{{pid}}/cwd") != "/":  # until it watches
+    time.sleep(0.01)
+for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    os.kill(pid, each)
+time.sleep(0.2)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     (tmp_path / "gone").mkdir()

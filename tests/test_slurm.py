@@ -174,6 +174,32 @@ def test_a_driver_that_fails_at_once_fails_its_job(tmp_path: Path, monkeypatch: 
     assert done.returncode == 127
 
 
+@pytest.mark.parametrize("setup", ["true", "set -euo pipefail"])
+@pytest.mark.parametrize(
+    ("signals", "status", "is_queued_again"),
+    [("USR1", 7, True), ("USR1", 0, False), ("TERM", 7, False), ("TERM USR1", 7, False)],
+)
+def test_a_driver_is_queued_again_at_its_time_limit_unless_it_was_stopped_whatever_the_setup_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: str, signals: str, status: int, is_queued_again: bool
+) -> None:
+    """Nor if it ended well. In the job's script, the driver sends what Slurm would, as soon as the shell hears that."""
+    (python := tmp_path / "python").write_text(
+        "#!/bin/sh\ntrap told=1 TERM\nuntil grep -q 'SigCgt:.*[4-7c-f]...$' /proc/$PPID/status; do sleep 0.01; done\n"
+        f'for each in {signals}; do kill -$each $PPID; until [ "$told" ]; do sleep 0.01; done; done\nexit {status}\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    commands(tmp_path, monkeypatch, scontrol=f'echo "$@" >> {(asked := tmp_path / "asked")}')
+    asked.touch()
+    settings = config.load(settings_file(tmp_path), [f'cluster.slurm.setup=["{setup}"]'])
+    (script := tmp_path / "script").write_text(slurm_driver.driver_script(settings, tmp_path / "run"))
+
+    done = subprocess.run(["bash", script], env={**os.environ, "SLURM_JOB_ID": "3"}, capture_output=True)
+
+    assert done.returncode == status
+    assert asked.read_text() == ("requeue 3\n" if is_queued_again else "")
+
+
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING", "none"])
 def test_only_a_drivers_job_that_runs_is_told_to_stop_and_its_batch_script_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str

@@ -63,9 +63,10 @@ def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> st
             "#!/usr/bin/env bash",
             *(f"#SBATCH {line}" for line in header),
             *slurm.setup,
+            "set +eu; again=",  # a setup may have begun with `set -eu`, and a wait that a signal ends has failed
             f"{shlex.quote(sys.executable)} -m spotlight resume {run} & driver=$!",
             f"trap 'again=1; kill -TERM $driver' {RESUME.removeprefix('SIG')}",
-            "trap 'kill -TERM $driver' TERM",
+            "trap 'trap \"\" USR1; kill -TERM $driver' TERM",  # a run that is stopped stays so at the time limit, too
             "while kill -0 $driver 2> /dev/null; do wait $driver; done",  # a signal ends a wait before the driver ends
             "wait $driver; status=$?",  # bash still knows it, also if the driver ended before the first wait
             '[ -z "$again" ] || [ $status = 0 ] || scontrol requeue "$SLURM_JOB_ID"',

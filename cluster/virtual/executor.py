@@ -94,7 +94,7 @@ class Executor:
             worker.running[key] = None
             worker.reports.pop(key, None)
             task.began_s = self._clock.now_s
-            if not isinstance(worker.places.get(self._shard_of(task)), Placement):
+            if not isinstance(worker.places.get(task.shard), Placement):
                 seconds = self._seconds(task, worker)
                 worker.running[key] = self.finish_after(seconds, task, worker)
 
@@ -104,18 +104,11 @@ class Executor:
 
     def _seconds(self, task: Task, worker: VirtualWorker) -> float:
         """Duration of a task that no gang runs: 0 for a shard without a place, or a dismissed one."""
-        if self._shard_of(task)[0] or (task.gated and worker.pool == "head"):
+        if task.shard[0] or (task.gated and worker.pool == "head"):
             return 0.0
         work = self._timing.work(task.call[0], lambda: self.tasks.arguments(task))
         assert isinstance(work, Fixed), f"{task.key} denoises and is no shard"
         return work.seconds
-
-    @staticmethod
-    def _shard_of(task: Task) -> tuple[str, int]:
-        """A shard's request, by its name within the graph, and its number: the last two arguments of its call."""
-        if task.gated and len(task.call) > 3 and isinstance(task.call[-2], str):
-            return task.call[-2], task.call[-1]
-        return "", 0
 
     def _finish(self, ended: Iterable[tuple[Task, VirtualWorker]]) -> None:
         """Tasks have taken their time: send their results."""
@@ -158,7 +151,7 @@ class Executor:
 
     def _call_here(self, task: Task, worker: VirtualWorker) -> Any:
         """Make a task's call in this process, in place of the worker."""
-        name, shard = self._shard_of(task)
+        name, shard = task.shard
         told = worker.places.pop((name, shard), None)
         if isinstance(told, Placement):  # a gang's first rank does it all; there is one process
             told = Placement(gang=name, epoch=told.epoch, rank=0, width=1) if told.rank == 0 else Surplus()
@@ -172,7 +165,7 @@ class Executor:
         if alarm:
             alarm.cancel()
         if task.state == "processing" and task.worker == worker.address:
-            worker.places.pop(self._shard_of(task), None)
+            worker.places.pop(task.shard, None)
             self.tasks.hand_back(task)
         self.begin_next(worker)
         self._ended(worker)

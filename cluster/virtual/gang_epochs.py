@@ -46,6 +46,10 @@ class GangEpoch:
         taken = floor((until_s - self.from_s + SAME_MOMENT_S) / self.step_s) if self.step_s else self.work.steps
         return min(self.work.steps, self.first + max(0, taken))
 
+    def taken_s(self, step: int) -> float:
+        """When it had taken a step, counted from 1."""
+        return self.from_s + (step - self.first) * self.step_s
+
     def boundary_s(self, now_s: float) -> float:
         """When the step in flight ends; ``now_s`` if there is none."""
         if not self.step_s or now_s <= self.from_s:
@@ -97,12 +101,14 @@ class GangEpochs:
         for worker in forming.members.values():
             worker.gang = forming.name
         work, begun = forming.work, forming.first
-        end_s = forming.from_s + (work.steps - begun) * forming.step_s
         self._clock.together(forming.from_s, self._resumed, forming)
         if begun < work.steps and (forming.width > 1 or forming.epoch > 1 or self._messages.are_late):
             # the first step of a single worker at a fresh request is not needed
-            self._clock.together(forming.from_s + forming.step_s, self._stepped, forming)
-        forming.ends = self._clock.together(end_s, self._done, forming)
+            self._clock.together(forming.taken_s(begun + 1), self._stepped, forming)
+        known = min(self.committed.get(work.request, 0), work.steps)
+        if known > begun:  # if it may not resume: what it does until then is done again
+            self._clock.together(forming.taken_s(known), self._stepped, forming)
+        forming.ends = self._clock.together(forming.taken_s(work.steps), self._done, forming)
         for key, worker in forming.members.items():
             if key not in worker.running:
                 self.halt(forming)  # the others wait for it
@@ -132,21 +138,24 @@ class GangEpochs:
         self.tell_steps(forming for forming in gang_epochs if self._is_current(forming))
 
     def _beat(self, gang_epochs: Sequence[GangEpoch], *, resumed: bool) -> None:
-        """Report the step at which gangs begin, or the one that they have just taken."""
+        """Report the step at which gangs begin, or the one that they took last, by the time at which they had."""
         steps = [(forming, forming.first if resumed else forming.told) for forming in gang_epochs]
         if self._messages.are_late:
             for forming, step in steps:
                 self._messages.send_beat(self._tell_beat, forming, step, resumed)
         elif steps:
-            beats = tuple([self._beat_of(forming, step, resumed) for forming, step in steps])
-            self._tell(GangBeats(at_s=self._clock.now_s, beats=beats))
+            now_s = self._clock.now_s
+            beats = [
+                self._beat_of(forming, step, resumed, min(now_s, forming.taken_s(step))) for forming, step in steps
+            ]
+            self._tell(GangBeats(at_s=now_s, beats=tuple(beats)))
 
     def _tell_beat(self, forming: GangEpoch, step: int, resumed: bool) -> None:
-        self._tell(self._beat_of(forming, step, resumed))
+        self._tell(self._beat_of(forming, step, resumed, self._clock.now_s))
 
-    def _beat_of(self, forming: GangEpoch, step: int, resumed: bool) -> GangBeat:
+    def _beat_of(self, forming: GangEpoch, step: int, resumed: bool, at_s: float) -> GangBeat:
         return GangBeat(
-            at_s=self._clock.now_s,
+            at_s=at_s,
             gang=forming.name,
             epoch=forming.epoch,
             step=step,

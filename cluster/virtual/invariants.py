@@ -2,7 +2,8 @@
 
 At an instruction:
 
-- a gang is launched whole, on workers of one node that are there, stay, and have nothing else to do;
+- a gang is launched whole, on workers of one node that are there, stay, and have nothing else to do, and of a pool of
+  its request, or reserved ones that help with exploration;
 - no worker still has a shard of an earlier epoch of the gang, and the epoch has a new number;
 - a gradient, a sum of some, or an update begins on a free worker of a pool that trains, or on a reserved one after it
   outlasted many, and scoring on one that only scores.
@@ -68,12 +69,13 @@ class Invariants:
             yield f"{launch.gang} has two shards on one worker"
         for member in launch.members:
             yield from (f"{launch.gang}: {why}" for why in self._unfit(cluster, member.address))
-            worker, pool = cluster.workers.get(member.address), cluster.tasks.all[member.key].pool
-            if worker and worker.pool not in GATED[pool] and not self._rules.reserved_computes:
-                yield f"{launch.gang}, of the pool {pool}, is to run on {worker.name}, of the pool {worker.pool}"
-        keys = {member.key for member in launch.members}
+            worker, task = cluster.workers.get(member.address), cluster.tasks.all[member.key]
+            helps = task.phase.startswith("explore") and self._rules.reserved_computes
+            if worker and worker.pool not in (*GATED[task.pool], *(("reserved",) if helps else ())):
+                yield f"{launch.gang}, of the pool {task.pool}, is to run on {worker.name}, of the pool {worker.pool}"
         for worker in cluster.workers.values():
-            if not keys.isdisjoint(worker.running) or not keys.isdisjoint(worker.queue):
+            has = (cluster.tasks.all[key].shard[0] for key in (*worker.queue, *worker.running))
+            if worker.pool != "head" and launch.gang in has:  # which ends those that have nothing to do
                 yield f"{launch.gang} is launched, and {worker.name} still has a shard of an earlier forming"
 
     def _wrong_alone(self, cluster: VirtualCluster, begin: Train | Score) -> Iterator[str]:

@@ -142,9 +142,9 @@ class Machines:
             return
         gang_epochs = self._gangs.of(worker)
         name = gang_epochs[0].name if gang_epochs else ""
-        self._tell(EngineGone(at_s=self._clock.now_s, worker=worker.name, gang=name, reason=reason))
-        for forming in gang_epochs:
+        for forming in gang_epochs:  # first, as steps that it took are known by then
             self._gangs.halt(forming)
+        self._tell(EngineGone(at_s=self._clock.now_s, worker=worker.name, gang=name, reason=reason))
         for key in [key for key in worker.running if key not in worker.reports]:
             for forming in gang_epochs:
                 forming.members.pop(key, None)

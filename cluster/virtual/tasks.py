@@ -67,6 +67,13 @@ class Task:
     def __post_init__(self) -> None:
         self.keys = self.alike or (self.key,)
 
+    @property
+    def shard(self) -> tuple[str, int]:
+        """A shard's request, by its name within the graph, and its number: the last two arguments of its call."""
+        if self.gated and len(self.call) > 3 and isinstance(self.call[-2], str):
+            return self.call[-2], self.call[-1]
+        return "", 0
+
 
 class Tasks:
     """All tasks that are not forgotten.
