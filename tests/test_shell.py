@@ -194,6 +194,17 @@ def test_what_is_no_terminal_gets_lines_though_colours_are_asked_for(monkeypatch
     assert _Display(console)._live is None
 
 
+@pytest.mark.parametrize(("kind", "is_live"), [("xterm", True), ("dumb", False)])
+def test_a_terminal_that_can_only_append_gets_lines(kind: str, is_live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, Rich shows a live panel only once it has ended."""
+    monkeypatch.setenv("TERM", kind)
+    master, slave = os.openpty()
+
+    with os.fdopen(slave, "w") as terminal:
+        assert (_Display(Console(file=terminal))._live is not None) == is_live
+    os.close(master)
+
+
 def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = create_run(load(settings_file(tmp_path)), now_s=0.0)
 
