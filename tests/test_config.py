@@ -75,6 +75,8 @@ def test_a_path_may_begin_with_a_home_directory(file: Path, monkeypatch: pytest.
     for setting in ("data.train_prompts", "run.dir", "reward.options.head"):
         with pytest.raises(SpotlightError, match=f"{setting} = '~nobody-here/x': there is no such user"):
             load(file, ["reward.name=aesthetic", f"{setting}=~nobody-here/x"])
+    with pytest.raises(SpotlightError, match="data.train_prompts = .*: there is no such user"):
+        load(file, ["data.train_prompts=~\0"])
 
 
 def test_settings_survive_being_written_and_read(file: Path) -> None:
