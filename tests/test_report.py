@@ -27,6 +27,7 @@ from spotlight import config
 from spotlight.device.learning_model import MODEL
 from spotlight.display import _Display, status_table, summary_table, terminal
 from spotlight.market.ledger import Price, pool_usd
+from spotlight.notebook import plot
 from spotlight.records import Prompt, Quarantined, SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 from spotlight.report.facts import COLUMNS, LANES_MAX, read
@@ -489,8 +490,26 @@ def test_a_script_without_a_font_here_warns_nobody(tmp_path: Path) -> None:
         np.savez(path, **found | {"texts": np.array(['a sign that says "\u4f60\n\u597d"'] * len(found["texts"]))})
 
     write_report(run_dir)  # warnings are errors here
+    plot(run_dir, "before-after")._repr_png_()
 
     assert _target('a sign that says "\u4f60\n\u597d"') == "\u4f60 \u597d"
+
+
+def test_dollar_signs_are_shown_as_they_are_and_not_read_as_formulas(tmp_path: Path) -> None:
+    """Matplotlib would take what stands between two of them for TeX."""
+    run_dir = write_run(tmp_path / "run", iterations=1)
+    for name in ("spans.jsonl", "workers.jsonl"):
+        (run_dir / name).write_text((run_dir / name).read_text().replace("spot-1", r"$\\frac$"))
+    for path in (run_dir / "images").glob("*.npz"):
+        found = dict(np.load(path))
+        np.savez(path, **found | {"texts": np.array([r'a sign that says "$\frac$"'] * len(found["texts"]))})
+
+    write_report(run_dir)
+    shown = {what: plot(run_dir, what) for what in ("timeline", "before-after")}
+
+    assert all(picture._repr_png_() for picture in shown.values())
+    assert r"$\frac$" in [label.get_text() for label in shown["timeline"].figure.axes[0].get_yticklabels()]
+    assert shown["before-after"].figure.axes[0].get_title() == r"$\frac$"
 
 
 def test_a_pool_of_free_workers_has_its_seconds_drawn(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ STYLE: dict[Any, Any] = {
     "font.family": [name for name in FONTS if name in font_manager.get_font_names()],
     "font.size": 10,
     "text.color": INK,
+    "text.parse_math": False,
     "axes.edgecolor": AXIS,
     "axes.labelcolor": FAINT,
     "axes.spines.top": False,
@@ -75,10 +77,15 @@ def write_pictures(facts: Facts) -> Path | None:
         }
         for path, picture in drawn.items():
             if picture:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # it is drawn as a box
-                    picture.savefig(path, dpi=160, facecolor="white")
+                save(picture, path, dpi=160)
     return grid if drawn[grid] else None
+
+
+def save(picture: Figure, file: Path | BytesIO, **options: Any) -> None:
+    """Write a picture as PNG."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # it is drawn as a box
+        picture.savefig(file, format="png", facecolor="white", **options)
 
 
 def draw(facts: Facts, what: str) -> Figure | None:
@@ -246,4 +253,4 @@ def _target(text: str) -> str:
     """What a prompt asks to be written, else its beginning, short enough for a title."""
     parts = " ".join(text.split()).split('"')
     wanted = parts[1] if len(parts) > 2 else '"'.join(parts)
-    return (wanted if len(wanted) <= 14 else wanted[:13] + "…").replace("$", r"\$")
+    return wanted if len(wanted) <= 14 else wanted[:13] + "…"
