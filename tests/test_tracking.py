@@ -306,22 +306,37 @@ def test_a_tracker_that_hangs_keeps_nobody_waiting(
 
 
 @pytest.mark.parametrize(
-    ("machine", "server", "asked"),
+    ("netrc", "server", "variable", "asked"),
     [
-        ("api.wandb.ai", "https://api.wandb.ai", {}),
-        ("elsewhere", "https://api.wandb.ai", {"mode": "offline"}),
-        ("ours", "https://ours:8080", {}),  # as `wandb login --host` leaves it
+        ("machine api.wandb.ai", "https://api.wandb.ai", "", {}),
+        ("machine api.wandb.ai", "https://api.wandb.ai", "NETRC", {}),
+        ("machine elsewhere", "https://api.wandb.ai", "", {"mode": "offline"}),
+        ("machine ours", "https://ours:8080", "", {}),  # as `wandb login --host` leaves it
+        ("no file of this kind", "https://api.wandb.ai", "", {"mode": "offline"}),
+        ("machine elsewhere", "https://api.wandb.ai", "WANDB_MODE", {}),
+        ("machine elsewhere", "https://api.wandb.ai", "WANDB_IDENTITY_TOKEN_FILE", {}),
     ],
 )
 def test_wandb_without_a_key_is_offline_for_it_would_ask_in_the_terminal(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, server: str, asked: dict[str, str]
+    *,
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    netrc: str,
+    server: str,
+    variable: str,
+    asked: dict[str, str],
 ) -> None:
+    """The file of keys may be readable by others, as far as W&B is concerned."""
     given: dict[str, Any] = {}
-    (tmp_path / "netrc").write_text(f"machine {machine} login user password secret\n")
-    (tmp_path / "netrc").chmod(0o600)
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+    file = tmp_path / ("keys" if variable == "NETRC" else ".netrc")
+    file.write_text(f"{netrc} login user password secret\n")
+    file.chmod(0o644)
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if variable:
+        monkeypatch.setenv(variable, str(file))
     known = SimpleNamespace(settings=SimpleNamespace(base_url=server))
     stand_in(monkeypatch, "wandb", init=lambda **all_given: given.update(all_given), setup=lambda: known)
 
