@@ -23,6 +23,7 @@ from spotlight.report.iteration_figure import (
     _read,
     _rows,
     _subtitles,
+    _title,
     draw,
 )
 from spotlight.report.palette import phase_colour
@@ -86,16 +87,41 @@ def test_exploration_stands_beside_training_and_ends_with_it() -> None:
     assert columns["train-3"].stop == rounds[-1].stop == columns["publish-3"].start
 
 
-def test_training_on_spot_workers_alone_covers_no_exploration() -> None:
-    apart = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]')
-    graph = example_graph(config.load(EXAMPLES / "ocr-tiny.toml", apart)).graph
+@pytest.mark.parametrize(
+    ("settings", "reserved", "spot"),
+    [
+        (['strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]'], "update the weights", "then train"),
+        (['strategy.train_pools=["reserved", "spot"]'], "then train", "then train\nand explore"),
+        (['strategy.train_pools=["reserved", "spot"]', "train.width=2"], "then train", "then train\nand explore"),
+        (["train.updates=2"], "then train", "then explore"),
+    ],
+)
+def test_training_covers_no_exploration_wherever_it_is(settings: list[str], reserved: str, spot: str) -> None:
+    graph = example_graph(config.load(EXAMPLES / "ocr-tiny.toml", settings)).graph
     layers, columns = _read(graph), columns_of(graph)
 
     at = [(row, column) for name in layers for row in _rows(layers[name]) for column in columns[name]]
+    subtitles = _subtitles(list(layers.values()))
 
     assert len(at) == len(set(at))
-    assert _subtitles(list(layers.values()))["reserved"] == "update the weights"
-    assert "train" in _subtitles(list(layers.values()))["spot"]
+    assert reserved in subtitles["reserved"]
+    assert spot in subtitles["spot"]
+
+
+@pytest.mark.parametrize(
+    ("exploration", "title"),
+    [
+        ("stale", "Iteration 1: train on its samples while spot workers explore seeds for iteration 2"),
+        ("blocking", "Iteration 1"),
+        ("off", "Iteration 1"),
+    ],
+)
+def test_the_title_says_what_goes_on_beside_training(exploration: str, title: str) -> None:
+    settings = config.load(EXAMPLES / "ocr-tiny.toml", [f"strategy.exploration={exploration}"])
+
+    layers = _read(example_graph(settings).graph).values()
+
+    assert _title({layer.phase: layer.iteration for layer in layers}) == title
 
 
 def test_rounds_of_exploration_take_turns_on_the_spot_workers() -> None:

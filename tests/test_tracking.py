@@ -349,7 +349,8 @@ def test_wandb_without_a_key_is_offline_for_it_would_ask_in_the_terminal(
     Tracking(run, with_trackers(run, "wandb")).close("finished")
 
     assert {name: given[name] for name in given if name == "mode"} == asked
-    assert given["dir"] == str(run.path)
+    assert (given["dir"], given["name"]) == (str(run.path), run.name)
+    assert given["config"]["tracking"]["project"] == "p"
 
 
 def test_a_tracker_that_is_not_installed_is_an_error_unless_it_is_the_default(
