@@ -20,6 +20,7 @@ from spotlight.report.iteration_figure import (
     _grid,
     _Layer,
     _nearest,
+    _picture,
     _read,
     _rows,
     _subtitles,
@@ -94,6 +95,9 @@ def test_exploration_stands_beside_training_and_ends_with_it() -> None:
         (['strategy.train_pools=["reserved", "spot"]'], "then train", "then train\nand explore"),
         (['strategy.train_pools=["reserved", "spot"]', "train.width=2"], "then train", "then train\nand explore"),
         (["train.updates=2"], "then train", "then explore"),
+        (["strategy.exploration=off"], "then train", "then wait"),
+        (["strategy.exploration=off", "rollout.prompts_ahead=1"], "then train", "begin\nwith the next"),
+        (['strategy.rollout_pools=["reserved"]', 'strategy.train_pools=["spot"]'], "then update", "then train"),
     ],
 )
 def test_training_covers_no_exploration_wherever_it_is(settings: list[str], reserved: str, spot: str) -> None:
@@ -106,6 +110,20 @@ def test_training_covers_no_exploration_wherever_it_is(settings: list[str], rese
     assert len(at) == len(set(at))
     assert reserved in subtitles["reserved"]
     assert spot in subtitles["spot"]
+
+
+@pytest.mark.parametrize(("exploration", "ends"), [("stale", True), ("blocking", False), ("off", False)])
+def test_a_figure_says_what_is_made_and_where_training_ends_exploration(exploration: str, ends: bool) -> None:
+    settings = [f"strategy.exploration={exploration}", "exploration.rounds=2"]
+    graph = example_graph(config.load(EXAMPLES / "ocr-tiny.toml", settings)).graph
+    layers = _read(graph)
+    nearest = _nearest(graph, layers)
+
+    texts = {text.get_text() for text in _picture(layers, nearest, _columns(layers, nearest)).axes[0].texts}
+
+    assert {"rollout × 8", "publish", "weights 2"} <= texts
+    assert ({"explore r0 × 16", "score r1 × 16", "kept seeds 2"} <= texts) == ends
+    assert any(text.startswith("training ends") for text in texts) == ends
 
 
 @pytest.mark.parametrize(
