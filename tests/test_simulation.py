@@ -346,6 +346,35 @@ def test_when_nothing_happens_any_more_is_told_from_the_start_though_prices_have
         simulated(tmp_path / "run", *files, 'strategy.rollout_pools=["spot"]', "run.iterations=50")
 
 
+def test_hours_count_from_the_beginning_whatever_the_date_of_the_first_price(tmp_path: Path) -> None:
+    prices = tmp_path / "prices.csv"
+    prices.write_text("time,usd_per_h\n2026-11-28T00:00:00Z,2\n2026-11-28T01:00:00Z,2\n")
+    short = ["run.iterations=2", f"run.dir={tmp_path}"]
+
+    plain, dated = (
+        next(simulate(settings_file(tmp_path), [*short, spot], compare=False, report=False))
+        for spot in ("pools.spot.usd_per_h=2", f"pools.spot.prices={prices}")
+    )
+
+    assert dated.hours == pytest.approx(plain.hours)
+    assert dated.usd == pytest.approx(plain.usd)
+
+
+def test_hours_and_dollars_of_a_paced_run_are_those_of_what_it_emulates(tmp_path: Path) -> None:
+    paced = ["pace.gpu=h100", "pace.speedup=60", "run.validate_every=1", "simulation.target=0.55", "run.iterations=99"]
+
+    (found,) = simulate(settings_file(tmp_path), [*paced, f"run.dir={tmp_path}"], compare=False, report=False)
+
+    run = RunDir.open(found.run_dir)
+    summary = run.summary()
+    assert summary
+    assert 0 < found.seeds_scored <= run.config().exploration.seeds_tried
+    assert found.hours == pytest.approx(60 * summary.wall_s / 3600)
+    assert found.usd == pytest.approx(60 * summary.usd)
+    assert found.target_usd == pytest.approx(found.usd, rel=0.1)
+    assert found.target_h == pytest.approx(found.hours, rel=0.1)
+
+
 def test_the_report_of_a_simulated_run_says_so(tmp_path: Path) -> None:
     simulation = Simulation("test", config.load(settings_file(tmp_path), ["run.report=true"]), "modelled")
 
