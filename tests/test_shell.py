@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +204,39 @@ def test_a_terminal_that_can_only_append_gets_lines(kind: str, is_live: bool, mo
     with os.fdopen(slave, "w") as terminal:
         assert (_Display(Console(file=terminal))._live is not None) == is_live
     os.close(master)
+
+
+def test_without_a_terminal_each_thing_is_told_once(tmp_path: Path) -> None:
+    run = create_run(load(settings_file(tmp_path)), now_s=0.0)
+    refused, dashboard = {"w": "it has no memory"}, "http://head:8787/status"
+    status = replace(Run.attach(run.path).status, refused=refused, dashboard=dashboard, waiting_for=())
+    shown = io.StringIO()
+    display = _Display(Console(file=shown, width=200))
+
+    for iteration, waiting_for in ((0, ()), (0, ()), (1, ()), (1, ("spot",)), (1, ("spot",))):
+        display.show(replace(status, iteration=iteration, waiting_for=waiting_for))
+
+    told = ("live page       http://head:8787/spotlight", "worker w takes no part: it has no memory")
+    assert [shown.getvalue().count(text) for text in (*told, "waiting for workers: spot")] == [1, 1, 1]
+    assert [shown.getvalue().count(f"iteration {k}/2") for k in range(2)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "validation - "),
+        (5, "validation 0.000 -> 0.100 -> 0.200 -> 0.300 -> 0.400 "),
+        (6, "validation 0.000 -> ... -> 0.300 -> 0.400 -> 0.500 "),
+    ],
+)
+def test_of_many_validations_the_first_and_the_last_are_told(tmp_path: Path, count: int, said: str) -> None:
+    run = create_run(load(settings_file(tmp_path)), now_s=0.0)
+    scores = {version: version / 10 for version in reversed(range(count))}
+    shown = io.StringIO()
+
+    _Display(Console(file=shown, width=200)).show(replace(Run.attach(run.path).status, scores=scores))
+
+    assert said in shown.getvalue()
 
 
 def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

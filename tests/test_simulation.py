@@ -478,6 +478,22 @@ def test_what_short_and_long_runs_take_and_cost_is_told_to_three_digits(tmp_path
     assert {"0.0214", "0.00", "100", "1,234"} <= set(shown.getvalue().split())
 
 
+def test_what_a_target_took_is_told_and_what_a_run_took_that_missed_it(tmp_path: Path) -> None:
+    (run,) = simulate(settings_file(tmp_path), ["run.iterations=1"], compare=False, report=False)
+    missed = replace(run, name="missed", hours=3.0, usd=4.0, target=0.75)
+    reached = replace(missed, name="reached", target_h=1.5, target_usd=2.5)
+    shown = io.StringIO()
+
+    for outcomes in ([missed, reached], [missed]):
+        Console(file=shown, width=200).print(comparison(outcomes, 200))
+
+    said = " ".join(shown.getvalue().split())
+    assert "missed > 3.00 > 4.00" in said
+    assert "reached 1.50 2.50" in said
+    assert "missed 3.00 4.00" in said  # where nobody reached it
+    assert said.count("nobody reached the target of 0.75") == 1
+
+
 def test_a_score_from_before_the_last_hours_iterations_is_told_as_such(tmp_path: Path) -> None:
     (run,) = simulate(settings_file(tmp_path), ["run.iterations=3"], compare=False, report=False)
     hours = f"simulation.hours={run.hours * 0.9}"
@@ -495,7 +511,7 @@ def test_a_score_from_before_the_last_hours_iterations_is_told_as_such(tmp_path:
     )
 
 
-@pytest.mark.parametrize(("width", "columns"), [(80, 7), (64, 5), (46, 3)])
+@pytest.mark.parametrize(("width", "columns"), [(78, 7), (77, 5), (62, 5), (61, 3), (46, 3)])
 def test_a_narrow_terminal_leaves_columns_out_and_keeps_every_name(width: int, columns: int) -> None:
     shown = io.StringIO()
     outcome: Any = SimpleNamespace(
