@@ -29,10 +29,11 @@ from runs import ROOT, settings_file, start, wait_for
 from spotlight import run as running
 from spotlight import shell
 from spotlight.config import load
-from spotlight.display import _asked_to_stop, _Display
+from spotlight.display import _asked_to_stop, _Display, status_table
 from spotlight.records import Drained, SpotlightError, Stopped, WorkerLife
 from spotlight.run import Run
 from spotlight.shell import EXAMPLES, main
+from spotlight.status import Status
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.lease import Lease
@@ -237,6 +238,20 @@ def test_of_many_validations_the_first_and_the_last_are_told(tmp_path: Path, cou
     _Display(Console(file=shown, width=200)).show(replace(Run.attach(run.path).status, scores=scores))
 
     assert said in shown.getvalue()
+
+
+def test_how_a_run_stands_names_what_it_waits_for_and_its_live_page_if_there_are_any(tmp_path: Path) -> None:
+    plain = Run.attach(create_run(load(settings_file(tmp_path)), now_s=0.0).path).status
+    full = replace(plain, waiting_for=("reserved", "spot"), dashboard="http://head:8787/status")
+
+    def table(status: Status) -> str:
+        shown = io.StringIO()
+        Console(file=shown, width=200).print(status_table(status))
+        return " ".join(shown.getvalue().split())
+
+    assert "waiting for workers │ reserved and spot" in table(full)
+    assert "live page │ http://head:8787/spotlight" in table(full)
+    assert not [name for name in ("waiting", "live page") if name in table(plain)]
 
 
 def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
