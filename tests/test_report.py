@@ -367,8 +367,14 @@ def test_a_reserved_worker_that_was_lost_is_no_preemption_but_is_told(tmp_path: 
 
     assert "<h3>Preemptions</h3><b>1</b><span>spot workers lost on the way; 1 reserved, too</span>" in page
     if ended:
-        told = [list(column.cells) for column in summary_table(RunDir(run_dir)).columns]
-        assert list(zip(*told, strict=True))[-2:] == [
+        names, texts = (list(column.cells) for column in summary_table(RunDir(run_dir)).columns)
+        told = list(zip(names, texts, strict=True))
+        assert told[:3] == [
+            ("validation score", "0.520 -> 0.810  (+0.290)"),
+            ("iterations", "8"),
+            ("wall time", "33.0 s (first image after 7.250 s)"),
+        ]
+        assert told[-2:] == [
             ("preemptions survived", "1"),
             ("reserved workers lost", "1, and survived"),
         ]
