@@ -29,7 +29,7 @@ from runs import ROOT, settings_file, start, wait_for
 from spotlight import run as running
 from spotlight import shell
 from spotlight.config import load
-from spotlight.display import _asked_to_stop, _Display, status_table
+from spotlight.display import _asked_to_stop, _Display, _facts, status_table
 from spotlight.records import Drained, SpotlightError, Stopped, WorkerLife
 from spotlight.run import Run
 from spotlight.shell import EXAMPLES, main
@@ -220,6 +220,21 @@ def test_without_a_terminal_each_thing_is_told_once(tmp_path: Path) -> None:
     told = ("live page       http://head:8787/spotlight", "worker w takes no part: it has no memory")
     assert [shown.getvalue().count(text) for text in (*told, "waiting for workers: spot")] == [1, 1, 1]
     assert [shown.getvalue().count(f"iteration {k}/2") for k in range(2)] == [1, 2]
+
+
+def test_the_panel_of_a_run_tells_none_from_what_is_not_known(tmp_path: Path) -> None:
+    status = Run.attach(create_run(load(settings_file(tmp_path)), now_s=0.0).path).status
+    late = replace(status, running={"rollout": 2}, workers={"spot": 3}, window_s=3.25, spot_worth_renting=0)
+
+    def panel(status: Status) -> str:
+        shown = io.StringIO()
+        Console(file=shown, width=200).print(_facts(status))
+        return " ".join(shown.getvalue().split())
+
+    assert "rollout window - spot workers worth renting - spot utilisation 0% " in panel(status)
+    assert "rollout window 3.2 s (then waited - s) spot workers worth renting 0 " in panel(late)
+    assert "running rollout x 2 " in panel(late)
+    assert "workers 3 spot " in panel(late)
 
 
 @pytest.mark.parametrize(
