@@ -202,7 +202,8 @@ class _Display:
         )
         self._task = self._bar.add_task("iterations", total=None)
         is_terminal = console.is_terminal and console.file.isatty()  # FORCE_COLOR alone makes the former true
-        self._live = Live(console=console, refresh_per_second=4) if is_terminal else None
+        is_live = is_terminal and not console.is_dumb_terminal  # there (TERM=dumb), nothing can be written anew
+        self._live = Live(console=console, refresh_per_second=4) if is_live else None
         self._dashboard = ""
         self._said: tuple[int, int, tuple[str, ...]] = (-1, 0, ())
         self._refused: set[str] = set()

@@ -117,7 +117,7 @@ def from_home(path: str) -> str:
     """
     try:
         return str(Path(path).expanduser()) if path.startswith("~") else path
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter if its name could be nobody's
         raise SpotlightError(
             f"{shown(path)}: there is no such user, in whose home directory it would be: write that out, or ./ before "
             "a name that begins with ~"
@@ -205,7 +205,7 @@ def digest(files: Mapping[str, bytes]) -> str:
     hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
     if hashes.keys() == {""}:
         return hashes[""]
-    return sha256("".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes)).encode()).hexdigest()
+    return sha256(os.fsencode("".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes)))).hexdigest()
 
 
 @contextmanager

@@ -161,8 +161,10 @@ class Plot:
     figure: Figure
 
     def _repr_png_(self) -> bytes:
+        from spotlight.report.pictures import save
+
         file = BytesIO()
-        self.figure.savefig(file, format="png", dpi=DPI, facecolor="white", bbox_inches="tight")
+        save(self.figure, file, dpi=DPI, bbox_inches="tight")
         return file.getvalue()
 
 

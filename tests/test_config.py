@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spotlight import files
 from spotlight.config import Config, Section, changed, dump, load, resolve
 from spotlight.config.doubts import ALL_WEIGHTS_RATE
 from spotlight.market.prices import read_prices, usd_per_h
@@ -75,6 +76,8 @@ def test_a_path_may_begin_with_a_home_directory(file: Path, monkeypatch: pytest.
     for setting in ("data.train_prompts", "run.dir", "reward.options.head"):
         with pytest.raises(SpotlightError, match=f"{setting} = '~nobody-here/x': there is no such user"):
             load(file, ["reward.name=aesthetic", f"{setting}=~nobody-here/x"])
+    with pytest.raises(SpotlightError, match="data.train_prompts = .*: there is no such user"):
+        load(file, ["data.train_prompts=~\0"])
 
 
 def test_settings_survive_being_written_and_read(file: Path) -> None:
@@ -844,6 +847,22 @@ def test_a_named_pipe_is_not_waited_for(file: Path) -> None:
     for read in (load, read_prompts, read_trace, read_prices):
         with pytest.raises(SpotlightError, match=r"pipe: cannot be read as .*: it is a named pipe"):
             read(pipe)
+
+
+def test_what_is_too_large_to_be_read_or_no_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LARGEST_BYTES", 8)
+    (tmp_path / "a").write_bytes(bytes(8))
+
+    assert files.read_bytes(tmp_path / "a", "prompts") == bytes(8)
+    assert files.read_files(tmp_path, "prompts") == {"a": bytes(8)}
+    with pytest.raises(SpotlightError, match="cannot be read as prompts: it is a directory"):
+        files.read_bytes(tmp_path, "prompts")
+    (tmp_path / "b").write_bytes(bytes(1))
+    with pytest.raises(SpotlightError, match=f"{tmp_path}: its files have more than 8 bytes"):
+        files.read_files(tmp_path, "prompts")
+    (tmp_path / "a").write_bytes(bytes(9))
+    with pytest.raises(SpotlightError, match="a: cannot be read as prompts: it has more than 8 bytes"):
+        files.read_bytes(tmp_path / "a", "prompts")
 
 
 def test_of_several_rewards_none_has_more_beside_it(tmp_path: Path) -> None:

@@ -35,12 +35,14 @@ from kills import client_of, process_of
 from runs import settings_file, wait_for
 from spotlight.config import load
 from spotlight.records import Explored, Kept, Prompt, Selection, Stopped, WorkerLife
-from spotlight.report.feed import Feed, variances
+from spotlight.report.feed import PICTURES_SHOWN, PROMPTS_SHOWN, TEXT_SHOWN, Feed, best_and_worst, variances
 from spotlight.report.palette import ALIVE, PHASE_COLOURS
 from spotlight.run import Run
+from spotlight.simulation import simulate
 from spotlight.store.creating import create_run
 from spotlight.store.rows import HISTORY, HistoryRow
-from spotlight.store.thumbnails import pictures, thumbnail
+from spotlight.store.rundir import RunDir
+from spotlight.store.thumbnails import Picture, pictures, thumbnail
 
 PRICES = {"reserved": 10.0, "spot": 2.5}
 ABOUT = {"kind": "run", "id": 0, "name": "a", "url": "/runs/a", "iterations": 9, "label": "", "usd_per_h": PRICES}
@@ -299,6 +301,58 @@ def test_a_long_history_is_told_in_pieces_the_latest_first(tmp_path: Path) -> No
     told = [[row["id"] for row in feed.rows({}) if row["kind"] == "iteration"] for _ in range(4)]
 
     assert told == [list(range(70, 120)), list(range(20, 70)), list(range(20)), []]
+
+
+def test_a_feed_tells_each_thing_of_a_run_once(tmp_path: Path) -> None:
+    (done,) = simulate(settings_file(tmp_path), ["rollout.prompts=20", "run.iterations=3"], compare=False, report=False)
+    directory = RunDir.open(done.run_dir)
+    *before, last = directory.rows(HISTORY)
+    directory.rewrite(HISTORY, before)
+    feed = Feed(directory, directory.config())
+
+    first, second = feed.rows({"usd": 1.0}), feed.rows({"usd": 2.0})
+    directory.append(HISTORY, last)
+    third = feed.rows({"usd": 3.0})
+
+    validated = [("validation", row.version) for row in directory.validation()]
+    iterations, prompts = [("iteration", 0), ("iteration", 1)], [("prompts", 1), ("prompts", 2)]
+    seeds, images, money = ("seeds", 1), ("images", validated[-1][1]), ("money", -1)
+    assert keys(first) == [("run", 0), *iterations, *prompts, seeds, *validated, images, money]
+    assert keys(second) == [money]
+    assert keys(third) == [("iteration", 2), ("seeds", 2), money]
+    rows = dict(zip(keys([*first, *third]), [*first, *third], strict=True))
+    assert rows["run", 0]["label"].startswith("SIMULATED")
+    assert [rows["iteration", k]["usd"] for k in range(3)] == [row.measured["usd"] for row in directory.history()]
+    assert [rows[key]["at_s"] for key in validated] == [row.at_s for row in directory.validation()]
+    shown, selection = rows["prompts", 1], directory.selection(1)
+    assert selection
+    assert (shown["scored"], shown["dropped"]) == (selection.seeds_scored, selection.seeds_dropped)
+    assert (shown["of"], len(shown["prompts"])) == (len(selection.explored), PROMPTS_SHOWN)
+    tried = sorted((len(explored.rewards) for explored in selection.explored), reverse=True)
+    assert [row["tried"] for row in shown["prompts"]] == tried[:PROMPTS_SHOWN]
+    by_id = {explored.prompt: explored.rewards for explored in selection.explored}
+    spreads = [float(np.std(by_id[row["id"]])) if by_id[row["id"]] else 0.0 for row in shown["prompts"]]
+    assert [row["spread"] for row in shown["prompts"]] == pytest.approx(spreads)
+
+
+@pytest.mark.parametrize(("known", "shown"), [(0, 0), (2, 2), (5, 4), (40, 2 * PICTURES_SHOWN)])
+def test_a_picture_is_among_the_best_or_the_worst_and_not_among_both(known: int, shown: int) -> None:
+    found = [
+        Picture(prompt="a" * 999, seed=2**53 + n, explored_reward=None, reward=n % 7 if n else None, url="")
+        for n in range(known + 1)
+    ]
+
+    rows = best_and_worst(found)
+
+    rewards = sorted((picture.reward for picture in found if picture.reward is not None), reverse=True)
+    assert [row["reward"] for row in rows] == rewards[: shown // 2] + rewards[known - shown // 2 :]
+    assert len({row["seed"] for row in rows}) == shown
+    assert all(isinstance(row["seed"], str) for row in rows)  # a browser rounds such integers
+    assert all(len(row["prompt"]) == TEXT_SHOWN for row in rows)
+
+
+def keys(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(row["kind"], row["id"]) for row in rows]
 
 
 def lost(**given: Any) -> Recovery:

@@ -20,9 +20,11 @@ from spotlight.report.iteration_figure import (
     _grid,
     _Layer,
     _nearest,
+    _picture,
     _read,
     _rows,
     _subtitles,
+    _title,
     draw,
 )
 from spotlight.report.palette import phase_colour
@@ -86,16 +88,58 @@ def test_exploration_stands_beside_training_and_ends_with_it() -> None:
     assert columns["train-3"].stop == rounds[-1].stop == columns["publish-3"].start
 
 
-def test_training_on_spot_workers_alone_covers_no_exploration() -> None:
-    apart = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]')
-    graph = example_graph(config.load(EXAMPLES / "ocr-tiny.toml", apart)).graph
+@pytest.mark.parametrize(
+    ("settings", "reserved", "spot"),
+    [
+        (['strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]'], "update the weights", "then train"),
+        (['strategy.train_pools=["reserved", "spot"]'], "then train", "then train\nand explore"),
+        (['strategy.train_pools=["reserved", "spot"]', "train.width=2"], "then train", "then train\nand explore"),
+        (["train.updates=2"], "then train", "then explore"),
+        (["strategy.exploration=off"], "then train", "then wait"),
+        (["strategy.exploration=off", "rollout.prompts_ahead=1"], "then train", "begin\nwith the next"),
+        (['strategy.rollout_pools=["reserved"]', 'strategy.train_pools=["spot"]'], "then update", "then train"),
+    ],
+)
+def test_training_covers_no_exploration_wherever_it_is(settings: list[str], reserved: str, spot: str) -> None:
+    graph = example_graph(config.load(EXAMPLES / "ocr-tiny.toml", settings)).graph
     layers, columns = _read(graph), columns_of(graph)
 
     at = [(row, column) for name in layers for row in _rows(layers[name]) for column in columns[name]]
+    subtitles = _subtitles(list(layers.values()))
 
     assert len(at) == len(set(at))
-    assert _subtitles(list(layers.values()))["reserved"] == "update the weights"
-    assert "train" in _subtitles(list(layers.values()))["spot"]
+    assert reserved in subtitles["reserved"]
+    assert spot in subtitles["spot"]
+
+
+@pytest.mark.parametrize(("exploration", "ends"), [("stale", True), ("blocking", False), ("off", False)])
+def test_a_figure_says_what_is_made_and_where_training_ends_exploration(exploration: str, ends: bool) -> None:
+    settings = [f"strategy.exploration={exploration}", "exploration.rounds=2"]
+    graph = example_graph(config.load(EXAMPLES / "ocr-tiny.toml", settings)).graph
+    layers = _read(graph)
+    nearest = _nearest(graph, layers)
+
+    texts = {text.get_text() for text in _picture(layers, nearest, _columns(layers, nearest)).axes[0].texts}
+
+    assert {"rollout × 8", "publish", "weights 2"} <= texts
+    assert ({"explore r0 × 16", "score r1 × 16", "kept seeds 2"} <= texts) == ends
+    assert any(text.startswith("training ends") for text in texts) == ends
+
+
+@pytest.mark.parametrize(
+    ("exploration", "title"),
+    [
+        ("stale", "Iteration 1: train on its samples while spot workers explore seeds for iteration 2"),
+        ("blocking", "Iteration 1"),
+        ("off", "Iteration 1"),
+    ],
+)
+def test_the_title_says_what_goes_on_beside_training(exploration: str, title: str) -> None:
+    settings = config.load(EXAMPLES / "ocr-tiny.toml", [f"strategy.exploration={exploration}"])
+
+    layers = _read(example_graph(settings).graph).values()
+
+    assert _title({layer.phase: layer.iteration for layer in layers}) == title
 
 
 def test_rounds_of_exploration_take_turns_on_the_spot_workers() -> None:

@@ -242,6 +242,19 @@ def test_the_view_of_a_run_that_can_be_read_no_more_says_so(tmp_path: Path, monk
     assert "show the run again" in views[-1]["text/html"]
 
 
+def test_the_table_of_workers_says_who_is_there_and_how_long_the_others_were() -> None:
+    here = WorkerLife(worker="w1", pool="spot", joined_s=86_400.5, left_s=None, reason="end")
+    gone = WorkerLife(worker="w0", pool="spot", joined_s=86_400.0, left_s=86_460.0, reason="lost")
+
+    table = notebook.workers_frame([here, gone])
+
+    assert list(table["worker"]) == ["w0", "w1"]
+    assert list(table["alive"]) == [False, True]
+    assert [table["seconds"][0], np.isnan(table["seconds"][1])] == [60.0, True]
+    assert table["joined"][0].isoformat() == "1970-01-02T00:00:00+00:00"
+    assert list(notebook.workers_frame([])) == list(table)
+
+
 def test_pictures_are_told_in_a_terminal_without_their_bytes() -> None:
     picture = Picture(prompt="a sign", seed=7, explored_reward=None, reward=0.5, url="data:image/png;base64,AAAA")
 

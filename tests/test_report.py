@@ -27,12 +27,13 @@ from spotlight import config
 from spotlight.device.learning_model import MODEL
 from spotlight.display import _Display, status_table, summary_table, terminal
 from spotlight.market.ledger import Price, pool_usd
+from spotlight.notebook import plot
 from spotlight.records import Prompt, Quarantined, SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 from spotlight.report.facts import COLUMNS, LANES_MAX, read
 from spotlight.report.money import WASTE, bought, rows
 from spotlight.report.page import HIDDEN, METRICS, _cards
-from spotlight.report.pictures import _target
+from spotlight.report.pictures import _target, draw
 from spotlight.report.plots import money_plot, spending_plot, timeline_plot
 from spotlight.run import Run
 from spotlight.shell import main
@@ -309,7 +310,7 @@ def test_images_from_outside_of_the_run_are_not_shown(tmp_path: Path) -> None:
     within = facts.validation[0]
     (run_dir / within.images).rename(tmp_path / "other.npz")
 
-    assert validation_images(tmp_path / "other.npz")
+    assert validation_images(tmp_path / "other.npz", len(within.rewards))
     assert facts.images(replace(within, images="../other.npz")) is None
     assert facts.images(facts.validation[-1])
 
@@ -366,8 +367,14 @@ def test_a_reserved_worker_that_was_lost_is_no_preemption_but_is_told(tmp_path: 
 
     assert "<h3>Preemptions</h3><b>1</b><span>spot workers lost on the way; 1 reserved, too</span>" in page
     if ended:
-        told = [list(column.cells) for column in summary_table(RunDir(run_dir)).columns]
-        assert list(zip(*told, strict=True))[-2:] == [
+        names, texts = (list(column.cells) for column in summary_table(RunDir(run_dir)).columns)
+        told = list(zip(names, texts, strict=True))
+        assert told[:3] == [
+            ("validation score", "0.520 -> 0.810  (+0.290)"),
+            ("iterations", "8"),
+            ("wall time", "33.0 s (first image after 7.250 s)"),
+        ]
+        assert told[-2:] == [
             ("preemptions survived", "1"),
             ("reserved workers lost", "1, and survived"),
         ]
@@ -489,8 +496,26 @@ def test_a_script_without_a_font_here_warns_nobody(tmp_path: Path) -> None:
         np.savez(path, **found | {"texts": np.array(['a sign that says "\u4f60\n\u597d"'] * len(found["texts"]))})
 
     write_report(run_dir)  # warnings are errors here
+    plot(run_dir, "before-after")._repr_png_()
 
     assert _target('a sign that says "\u4f60\n\u597d"') == "\u4f60 \u597d"
+
+
+def test_dollar_signs_are_shown_as_they_are_and_not_read_as_formulas(tmp_path: Path) -> None:
+    """Matplotlib would take what stands between two of them for TeX."""
+    run_dir = write_run(tmp_path / "run", iterations=1)
+    for name in ("spans.jsonl", "workers.jsonl"):
+        (run_dir / name).write_text((run_dir / name).read_text().replace("spot-1", r"$\\frac$"))
+    for path in (run_dir / "images").glob("*.npz"):
+        found = dict(np.load(path))
+        np.savez(path, **found | {"texts": np.array([r'a sign that says "$\frac$"'] * len(found["texts"]))})
+
+    write_report(run_dir)
+    shown = {what: plot(run_dir, what) for what in ("timeline", "before-after")}
+
+    assert all(picture._repr_png_() for picture in shown.values())
+    assert r"$\frac$" in [label.get_text() for label in shown["timeline"].figure.axes[0].get_yticklabels()]
+    assert shown["before-after"].figure.axes[0].get_title() == r"$\frac$"
 
 
 def test_a_pool_of_free_workers_has_its_seconds_drawn(tmp_path: Path) -> None:
@@ -745,11 +770,44 @@ def test_images_that_cannot_be_read_are_none_whatever_happened_to_them(
     images = np.random.default_rng(0).integers(0, 255, (2, 8, 8, 3), dtype=np.uint8)
     np.savez_compressed(file, images=images, texts=["a", "b"])
     content, (begin, end, instead) = file.read_bytes(), damage
-    assert validation_images(file) is not None
+    assert validation_images(file, 2) is not None
 
     file.write_bytes(content[:begin] + instead + (content[end:] if end is not None else b""))
 
-    assert validation_images(file) is None
+    assert validation_images(file, 2) is None
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 8, 3), (1, 8, 8, 3), (2, 0, 8, 3), (2, 8, 8), (2, 8, 8, 4), (3, 8, 8, 3)])
+def test_images_of_another_shape_or_number_are_none(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    file = tmp_path / "images.npz"
+    np.savez_compressed(file, images=np.zeros(shape, np.uint8), texts=["a", "b"])
+
+    assert validation_images(file, 2) is None
+    assert validation_images(file, shape[0]) is None
+
+
+@pytest.mark.parametrize("end", ["before", "after"])
+def test_a_prompt_that_was_set_aside_before_or_after_is_left_out_of_both(tmp_path: Path, end: str) -> None:
+    """Else pictures of different prompts would stand under one another."""
+    run_dir = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run_dir / "validation.jsonl").read_text().splitlines()]
+    ends = {"before": lines[0], "after": lines[-1]}
+    with np.load(run_dir / ends[end]["images"]) as arrays:
+        np.savez(run_dir / ends[end]["images"], images=arrays["images"][1:], texts=arrays["texts"][1:])
+    del ends[end]["rewards"][0]
+    write_jsonl(run_dir / "validation.jsonl", lines)
+
+    figure = draw(read(run_dir), "before-after")
+
+    assert figure
+    assert [title for ax in figure.axes if (title := ax.get_title())] == ["11", "12", "13", "14"]
+    drawn = np.array([ax.images[0].get_array() for ax in figure.axes])
+    for turn, line in enumerate(ends.values()):
+        with np.load(run_dir / line["images"]) as arrays:
+            assert np.array_equal(drawn[turn::2], arrays["images"][-4:])
+    rewards = [ax.texts[0].get_text() for ax in figure.axes]
+    assert rewards[1::2] == [f"{reward:.2f}" for reward in lines[-1]["rewards"][-4:]]
+    page_of(run_dir)
 
 
 def test_names_from_outside_cannot_become_markup(tmp_path: Path) -> None:

@@ -227,8 +227,8 @@ def test_a_checkpoint_that_was_replaced_is_refused(killed: RunDir, tmp_path: Pat
 def test_prompts_keep_the_form_that_they_came_in(tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text('{"prompt": "a sign that reads \\"47\\"", "n": 1}\n')
     (tmp_path / "saved").mkdir()
-    for name in ("data-00000-of-00001.arrow", "state.json"):
-        (tmp_path / "saved" / name).write_text(name)
+    for name in (b"data-00000-of-00001.arrow", b"state.json", b"not UTF-8: \xff"):
+        (tmp_path / "saved" / os.fsdecode(name)).write_bytes(name)
     data = [f"data.train_prompts={tmp_path / 'few.jsonl'}", f"data.validation_prompts={tmp_path / 'saved'}"]
 
     run = create_run(config.load(settings_file(tmp_path), data), 0.0)

@@ -387,18 +387,33 @@ def test_pictures_of_modelled_learning_are_refused(tmp_path: Path) -> None:
         attach(outcome.run_dir).images()
 
 
-def test_a_notebook_says_how_workers_are_started_that_a_run_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run: Any = SimpleNamespace(
-        state="running",
-        status=replace(
-            attach(_made(tmp_path)).status, state="running", waiting_for=("reserved",), elapsed_s=HINT_AFTER_S + 1
-        ),
-        how_to_start=lambda pools: f"start <{pools[0]}>",
-    )
+def test_a_notebook_says_how_workers_are_started_that_a_run_waits_for(tmp_path: Path) -> None:
+    status = replace(attach(_made(tmp_path)).status, state="running", waiting_for=("reserved",))
 
-    assert "start &lt;reserved&gt;" in notebook.describe(run)
+    def described(elapsed_s: float) -> str:
+        run: Any = SimpleNamespace(
+            state="running",
+            status=replace(status, elapsed_s=elapsed_s),
+            how_to_start=lambda pools: f"start <{pools[0]}>",
+        )
+        return notebook.describe(run)
+
+    assert "start &lt;reserved&gt;" in described(HINT_AFTER_S + 1)
+    assert "start &lt;reserved&gt;" not in described(HINT_AFTER_S - 1)
+
+
+def test_a_notebook_says_how_far_a_run_is_and_links_to_its_live_page_while_there_is_one(tmp_path: Path) -> None:
+    status = replace(attach(_made(tmp_path)).status, state="running", iteration=1, iterations=4, emulated="a <GPU>")
+
+    def described(dashboard: str) -> str:
+        run: Any = SimpleNamespace(state="running", status=replace(status, dashboard=dashboard))
+        return notebook.describe(run)
+
+    assert f'"color: {notebook.STATE_COLOURS["running"]}">running' in described("")
+    assert '"width: 25.0%"' in described("")
+    assert '<a href="http://head:8787/spotlight"' in described("http://head:8787/status")
+    assert "href" not in described("")
+    assert "<b>a &lt;GPU&gt;</b>" in described("")
 
 
 def test_a_long_prompt_is_shown_by_its_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +29,11 @@ from runs import ROOT, settings_file, start, wait_for
 from spotlight import run as running
 from spotlight import shell
 from spotlight.config import load
-from spotlight.display import _asked_to_stop, _Display
+from spotlight.display import _asked_to_stop, _Display, _facts, status_table
 from spotlight.records import Drained, SpotlightError, Stopped, WorkerLife
 from spotlight.run import Run
 from spotlight.shell import EXAMPLES, main
+from spotlight.status import Status
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.lease import Lease
@@ -192,6 +194,79 @@ def test_what_is_no_terminal_gets_lines_though_colours_are_asked_for(monkeypatch
 
     assert console.is_terminal
     assert _Display(console)._live is None
+
+
+@pytest.mark.parametrize(("kind", "is_live"), [("xterm", True), ("dumb", False)])
+def test_a_terminal_that_can_only_append_gets_lines(kind: str, is_live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, Rich shows a live panel only once it has ended."""
+    monkeypatch.setenv("TERM", kind)
+    master, slave = os.openpty()
+
+    with os.fdopen(slave, "w") as terminal:
+        assert (_Display(Console(file=terminal))._live is not None) == is_live
+    os.close(master)
+
+
+def test_without_a_terminal_each_thing_is_told_once(tmp_path: Path) -> None:
+    run = create_run(load(settings_file(tmp_path)), now_s=0.0)
+    refused, dashboard = {"w": "it has no memory"}, "http://head:8787/status"
+    status = replace(Run.attach(run.path).status, refused=refused, dashboard=dashboard, waiting_for=())
+    shown = io.StringIO()
+    display = _Display(Console(file=shown, width=200))
+
+    for iteration, waiting_for in ((0, ()), (0, ()), (1, ()), (1, ("spot",)), (1, ("spot",))):
+        display.show(replace(status, iteration=iteration, waiting_for=waiting_for))
+
+    told = ("live page       http://head:8787/spotlight", "worker w takes no part: it has no memory")
+    assert [shown.getvalue().count(text) for text in (*told, "waiting for workers: spot")] == [1, 1, 1]
+    assert [shown.getvalue().count(f"iteration {k}/2") for k in range(2)] == [1, 2]
+
+
+def test_the_panel_of_a_run_tells_none_from_what_is_not_known(tmp_path: Path) -> None:
+    status = Run.attach(create_run(load(settings_file(tmp_path)), now_s=0.0).path).status
+    late = replace(status, running={"rollout": 2}, workers={"spot": 3}, window_s=3.25, spot_worth_renting=0)
+
+    def panel(status: Status) -> str:
+        shown = io.StringIO()
+        Console(file=shown, width=200).print(_facts(status))
+        return " ".join(shown.getvalue().split())
+
+    assert "rollout window - spot workers worth renting - spot utilisation 0% " in panel(status)
+    assert "rollout window 3.2 s (then waited - s) spot workers worth renting 0 " in panel(late)
+    assert "running rollout x 2 " in panel(late)
+    assert "workers 3 spot " in panel(late)
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "validation - "),
+        (5, "validation 0.000 -> 0.100 -> 0.200 -> 0.300 -> 0.400 "),
+        (6, "validation 0.000 -> ... -> 0.300 -> 0.400 -> 0.500 "),
+    ],
+)
+def test_of_many_validations_the_first_and_the_last_are_told(tmp_path: Path, count: int, said: str) -> None:
+    run = create_run(load(settings_file(tmp_path)), now_s=0.0)
+    scores = {version: version / 10 for version in reversed(range(count))}
+    shown = io.StringIO()
+
+    _Display(Console(file=shown, width=200)).show(replace(Run.attach(run.path).status, scores=scores))
+
+    assert said in shown.getvalue()
+
+
+def test_how_a_run_stands_names_what_it_waits_for_and_its_live_page_if_there_are_any(tmp_path: Path) -> None:
+    plain = Run.attach(create_run(load(settings_file(tmp_path)), now_s=0.0).path).status
+    full = replace(plain, waiting_for=("reserved", "spot"), dashboard="http://head:8787/status")
+
+    def table(status: Status) -> str:
+        shown = io.StringIO()
+        Console(file=shown, width=200).print(status_table(status))
+        return " ".join(shown.getvalue().split())
+
+    assert "waiting for workers │ reserved and spot" in table(full)
+    assert "live page │ http://head:8787/spotlight" in table(full)
+    assert not [name for name in ("waiting", "live page") if name in table(plain)]
 
 
 def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

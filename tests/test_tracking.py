@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
+from threading import enumerate as enumerate_threads
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 from runs import settings_file
 from spotlight.config import Config, load
 from spotlight.records import SpotlightError
-from spotlight.report.tracking import Tracking, check
+from spotlight.report.tracking import MLflow, Tracking, check
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.rows import HISTORY, VALIDATION, HistoryRow, ValidationRow
 from spotlight.store.rundir import RunDir
@@ -171,6 +172,7 @@ def test_mlflow_finds_a_resumed_run_again_and_gets_the_same_points(
             return SimpleNamespace(info=SimpleNamespace(run_id=kept[tags["spotlight.run"]]))
 
         def log_batch(self, run_id: str, metrics: list[Call]) -> None:
+            assert len(metrics) <= MLflow.BATCH
             points.extend((run_id, *metric) for metric in metrics)  # a store of files keeps what it has once more
 
         def get_metric_history(self, run_id: str, key: str) -> list[Any]:
@@ -185,7 +187,9 @@ def test_mlflow_finds_a_resumed_run_again_and_gets_the_same_points(
     stand_in(monkeypatch, "mlflow.entities", Metric=lambda *given: given)
     stand_in(monkeypatch, "mlflow", MlflowClient=Client)
 
-    run.path.rename(odd := run.path.with_name("jo's: #2"))
+    monkeypatch.setattr(MLflow, "BATCH", 4)  # of six points
+
+    run.path.rename(odd := run.path.with_name("jo's: é2"))
     run = RunDir.open(odd)
     Tracking(run, with_trackers(run, "mlflow")).close("stopped")
     run.append(HISTORY, history_row(2))
@@ -238,8 +242,8 @@ def test_tensorboard_has_every_point_once_however_often_a_run_was_resumed(
     files = list((run.path / "tensorboard").iterdir())
     assert len(files) == 1
     if not _installed("tensorboard"):
-        steps = [line.split()[0] for line in files[0].read_text().splitlines()]
-        assert steps == ["0", "0", "1"]
+        steps = [line.split()[:2] for line in files[0].read_text().splitlines()]
+        assert steps == [["0", "99"], ["0", "100"], ["1", "101"]]
 
 
 def record_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +258,7 @@ def record_events(monkeypatch: pytest.MonkeyPatch) -> None:
             self._file = (Path(folder) / f"events.out.tfevents.{self.made}").open("w")
 
         def add_event(self, event: Any) -> None:
-            self._file.write(f"{event.step} {event.summary}\n")
+            self._file.write(f"{event.step} {event.wall_time:g} {event.summary}\n")
 
         def flush(self) -> None:
             self._file.flush()
@@ -299,35 +303,54 @@ def test_a_tracker_that_hangs_keeps_nobody_waiting(
     tracking = Tracking(run, with_trackers(run, "mlflow", "wandb"))
     tracking.follow()
     tracking.close("finished", within_s=0.2)
+    (left,) = (thread for thread in enumerate_threads() if thread.name == "mlflow")
     answers.set()
 
+    assert left.daemon  # or the process could not end
     assert calls[-1] == ("finish", 0)
     assert "mlflow has not taken all of this run within 0.2 s, and is left" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("machine", "server", "asked"),
+    ("netrc", "server", "variable", "asked"),
     [
-        ("api.wandb.ai", "https://api.wandb.ai", {}),
-        ("elsewhere", "https://api.wandb.ai", {"mode": "offline"}),
-        ("ours", "https://ours:8080", {}),  # as `wandb login --host` leaves it
+        ("machine api.wandb.ai", "https://api.wandb.ai", "", {}),
+        ("machine api.wandb.ai", "https://api.wandb.ai", "NETRC", {}),
+        ("machine elsewhere", "https://api.wandb.ai", "", {"mode": "offline"}),
+        ("machine ours", "https://ours:8080", "", {}),  # as `wandb login --host` leaves it
+        ("no file of this kind", "https://api.wandb.ai", "", {"mode": "offline"}),
+        ("machine elsewhere", "https://api.wandb.ai", "WANDB_MODE", {}),
+        ("machine elsewhere", "https://api.wandb.ai", "WANDB_IDENTITY_TOKEN_FILE", {}),
     ],
 )
 def test_wandb_without_a_key_is_offline_for_it_would_ask_in_the_terminal(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, server: str, asked: dict[str, str]
+    *,
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    netrc: str,
+    server: str,
+    variable: str,
+    asked: dict[str, str],
 ) -> None:
+    """The file of keys may be readable by others, as far as W&B is concerned."""
     given: dict[str, Any] = {}
-    (tmp_path / "netrc").write_text(f"machine {machine} login user password secret\n")
-    (tmp_path / "netrc").chmod(0o600)
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+    file = tmp_path / ("keys" if variable == "NETRC" else ".netrc")
+    file.write_text(f"{netrc} login user password secret\n")
+    file.chmod(0o644)
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if variable:
+        monkeypatch.setenv(variable, str(file))
     known = SimpleNamespace(settings=SimpleNamespace(base_url=server))
     stand_in(monkeypatch, "wandb", init=lambda **all_given: given.update(all_given), setup=lambda: known)
 
     Tracking(run, with_trackers(run, "wandb")).close("finished")
 
     assert {name: given[name] for name in given if name == "mode"} == asked
+    assert (given["dir"], given["name"]) == (str(run.path), run.name)
+    assert given["config"]["tracking"]["project"] == "p"
 
 
 def test_a_tracker_that_is_not_installed_is_an_error_unless_it_is_the_default(

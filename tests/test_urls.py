@@ -893,6 +893,7 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(tmp_path: Path, url: st
     with pytest.raises(SpotlightError, match="leave them out") as refused:
         RunDir.open(url)
     assert "hush" not in str(refused.value)
+    assert config.load(settings_file(tmp_path), ["run.dir=s3://bucket/me@work"]).run.dir == "s3://bucket/me@work"
 
 
 def test_without_obstore_a_url_is_refused_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,15 +247,14 @@ class Facts:
         return values if len(values) else None
 
     def images(self, line: ValidationRow) -> tuple[NDArray[np.uint8], list[str]] | None:
-        """Images (B, height, width, 3) and prompts of one validation; None where the file cannot be read.
+        """Images (B, height, width, 3) and prompts of one validation; None where they cannot be read.
 
         Those of a modelled device show nothing.
         """
         path = (self.dir / line.images).resolve()
         if self.simulated == "modelled" or not path.is_file() or not path.is_relative_to(self.dir):
             return None
-        found = validation_images(path)
-        return found if found and len(found[0]) <= len(line.rewards) else None  # else the row is damaged
+        return validation_images(path, len(line.rewards))
 
 
 def _evenly(lanes: Sequence[Lane]) -> list[Lane]:

@@ -177,7 +177,7 @@ def _images(run: RunDir, row: ValidationRow) -> list[Row]:
     """The first image of each prompt of a validation; none where the file cannot be read."""
     if not re.fullmatch(r"images/[\w.-]+", row.images):
         return []
-    if (found := validation_images(run.fetch(row.images))) is None:
+    if (found := validation_images(run.fetch(row.images), len(row.rewards))) is None:
         return []
     images, texts = found
     firsts = [texts.index(text) for text in dict.fromkeys(texts)][:IMAGES_SHOWN]

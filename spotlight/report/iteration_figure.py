@@ -71,7 +71,6 @@ POOL_LANES = {
     "reserved": {"reserved"},
     "reserved-engine": {"reserved"},
     "gradient-reserved": {"reserved"},
-    "gradient-any": {"reserved"},
     "gradient-spot": {"spot"},
     "update": {"reserved"},
     "spot": {"spot"},
@@ -164,16 +163,19 @@ def _all(graph: Layered) -> dict[str, _Layer]:
         layer = graph.layers[name]
         annotations = layer.annotations or {}
         parts = re.fullmatch(r"(?P<phase>.+?)(?:-r(\d+))?-(?P<iteration>\d+)(?:-r(\d+))?\+*", name)
-        pool = annotations.get("pool", "any")
+        phase, pool = parts["phase"] if parts else name, annotations.get("pool", "any")
+        on_both = pool == "gradient-any" or (phase == "train" and pool == "any")  # the latter if a gang shares it
         above = {lane for before in graph.dependencies[name] for lane in layers[before].lanes} - {"reward", "head"}
         lanes = above if pool == "engine" and above else POOL_LANES.get(pool, {"reserved", "spot"})
+        if on_both:  # it is drawn in one lane, and says so
+            lanes = {"reserved"}
         layers[name] = _Layer(
-            phase=parts["phase"] if parts else name,
+            phase=phase,
             iteration=parts["iteration"] if parts else "",
             round=(parts[2] or parts[4] or "") if parts else "",
             tasks=len(layer),
             lanes=frozenset(lanes),
-            on_both=pool == "gradient-any",
+            on_both=on_both,
         )
     return layers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ STYLE: dict[Any, Any] = {
     "font.family": [name for name in FONTS if name in font_manager.get_font_names()],
     "font.size": 10,
     "text.color": INK,
+    "text.parse_math": False,
     "axes.edgecolor": AXIS,
     "axes.labelcolor": FAINT,
     "axes.spines.top": False,
@@ -75,10 +77,15 @@ def write_pictures(facts: Facts) -> Path | None:
         }
         for path, picture in drawn.items():
             if picture:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # it is drawn as a box
-                    picture.savefig(path, dpi=160, facecolor="white")
+                save(picture, path, dpi=160)
     return grid if drawn[grid] else None
+
+
+def save(picture: Figure, file: Path | BytesIO, **options: Any) -> None:
+    """Write a picture as PNG."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # it is drawn as a box
+        picture.savefig(file, format="png", facecolor="white", **options)
 
 
 def draw(facts: Facts, what: str) -> Figure | None:
@@ -195,30 +202,35 @@ def _draw_bars(ax: Axes, bars: list[tuple[float, Interval]], height: float, **st
 
 
 def _grid(facts: Facts) -> Figure | None:
-    """Each validation prompt's target, its first image before and after training, and their rewards."""
+    """Each validation prompt's target, its first image before and after training, and their rewards.
+
+    A prompt that was set aside before or after is left out.
+    """
     ends = facts.validation[:1] + facts.validation[1:][-1:]
-    shown = [(line, found) for line in ends if (found := facts.images(line)) is not None]
-    if not shown:
+    shown = [(line, *found) for line in ends if (found := facts.images(line)) is not None]
+    everywhere = set.intersection(*(set(texts) for _, _, texts in shown)) if shown else set()
+    if not everywhere:
         return None
-    texts = shown[0][1][1]
-    rows = [texts.index(text) for text in dict.fromkeys(texts)][:GRID_MAX]
-    count, columns = len(rows), min(GRID_COLUMNS, len(rows))
-    height_px, width_px = shown[0][1][0].shape[1:3]
+    targets = [text for text in dict.fromkeys(shown[0][2]) if text in everywhere][:GRID_MAX]
+    count, columns = len(targets), min(GRID_COLUMNS, len(targets))
+    height_px, width_px = shown[0][1].shape[1:3]
     cell_in, label_in, title_in, reward_in = 12.2 / GRID_COLUMNS, 0.8, 0.4, 0.26
     image_in = (cell_in - 0.1) * height_px / width_px
     block_in = title_in + len(shown) * (image_in + reward_in)
     width_in, height_in = label_in + cell_in * columns, block_in * -(-count // columns)
     picture = Figure(figsize=(width_in, height_in))
-    for at, row in enumerate(rows):
+    for at, target in enumerate(targets):
+        before = shown[0][0].rewards[shown[0][2].index(target)]
         left_in, bottom_in = label_in + at % columns * cell_in, height_in - at // columns * block_in - title_in
-        for turn, (line, (images, _)) in enumerate(shown):
+        for turn, (line, images, texts) in enumerate(shown):
+            row = texts.index(target)
             bottom_in -= image_in
             place = (left_in / width_in, bottom_in / height_in, (cell_in - 0.1) / width_in, image_in / height_in)
             ax = picture.add_axes(place)
             bottom_in -= reward_in
-            _draw_image(ax, images[row], line.rewards[row], shown[0][0].rewards[row])
+            _draw_image(ax, images[row], line.rewards[row], before)
             if turn == 0:
-                ax.set_title(_target(texts[row]), loc="center", fontsize=12, pad=4)
+                ax.set_title(_target(target), loc="center", fontsize=12, pad=4)
             if at % columns == 0:
                 label = f"version {line.version}" if len(shown) == 1 else ("before", "after")[turn]
                 ax.text(-0.07, 0.5, label, transform=ax.transAxes, ha="right", va="center", color=FAINT)
@@ -241,4 +253,4 @@ def _target(text: str) -> str:
     """What a prompt asks to be written, else its beginning, short enough for a title."""
     parts = " ".join(text.split()).split('"')
     wanted = parts[1] if len(parts) > 2 else '"'.join(parts)
-    return (wanted if len(wanted) <= 14 else wanted[:13] + "…").replace("$", r"\$")
+    return wanted if len(wanted) <= 14 else wanted[:13] + "…"

@@ -222,7 +222,8 @@ def _has_wandb_key(wandb: Any) -> bool:
     if any(os.environ.get(name) for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
     try:
-        hosts = netrc.netrc(os.environ.get("NETRC")).hosts
+        path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
+        hosts = netrc.netrc(path).hosts  # if it is named, it may be readable by others, as for W&B
     except (OSError, netrc.NetrcParseError):
         return False
     return urlsplit(wandb.setup().settings.base_url).hostname in hosts

@@ -37,13 +37,16 @@ class Picture:
     """A data URL; empty where there is no picture."""
 
 
-def validation_images(file: Path) -> tuple[NDArray[np.uint8], list[str]] | None:
-    """Images (B, height, width, 3) and prompts of one validation; None where the file cannot be read."""
+def validation_images(file: Path, count: int) -> tuple[NDArray[np.uint8], list[str]] | None:
+    """``count`` images (B, height, width, 3) and their prompts, of one validation; None where the file cannot be read,
+    or holds something else."""
     try:
         with file.open("rb") as opened, np.load(opened) as arrays:
-            return arrays["images"], [str(text) for text in arrays["texts"]]
+            images, texts = arrays["images"], [str(text) for text in arrays["texts"]]
     except Exception:  # a damaged archive raises a dozen kinds: of NumPy, of ZIP files, of what is compressed in them
         return None
+    is_whole = images.dtype == np.uint8 and images.size and images.shape[3:] == (3,)
+    return (images, texts) if is_whole and len(images) == len(texts) == count else None
 
 
 def thumbnails(images_BHWC: NDArray[np.uint8]) -> list[str]:
