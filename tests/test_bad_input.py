@@ -288,6 +288,12 @@ def test_a_host_on_which_no_dashboard_can_listen_is_named_and_not_its_port(tmp_p
     assert list(tmp_path.glob("run-*")) == []
 
 
+def test_an_empty_host_does_not_put_the_dashboard_on_all_interfaces(tmp_path: Path) -> None:
+    said = refusal("run", settings_file(tmp_path), "--set", "cluster.dashboard_host=")
+
+    assert "cluster.dashboard_host = ''" in said
+
+
 def test_a_run_has_one_driver_at_a_time(tmp_path: Path) -> None:
     run = create_run(config.load(settings_file(tmp_path)), now_s=0.0)
 

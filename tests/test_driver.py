@@ -73,7 +73,7 @@ def hopeless() -> dict[str, Any]:
 
 
 def failed() -> dict[str, Any]:
-    raise SpotlightError("spot-0: 6 processes in a row could not become a worker")
+    raise SpotlightError("spot-0: 6 worker processes in a row failed")
 
 
 def ended(tmp_path: Path, status: Callable[[], dict[str, Any]], lease: Lease) -> tuple[RunDir, Accounts]:

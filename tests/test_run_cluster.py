@@ -274,7 +274,7 @@ def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Pa
         await place.close()
         return place.failure
 
-    assert "spot-0: 6 processes in a row could not become a worker: " in (said := asyncio.run(live()))
+    assert "spot-0: 6 worker processes in a row failed: " in (said := asyncio.run(live()))
     assert "Invalid time unit" in said
 
 
@@ -346,7 +346,7 @@ def test_a_place_does_not_repeat_what_an_earlier_process_said(tmp_path: Path, mo
 
     asyncio.run(place._keep())
 
-    assert place.failure == "spot-0: 1 processes in a row could not become a worker: it said nothing"
+    assert place.failure == "spot-0: 1 worker processes in a row failed: it said nothing"
 
 
 def test_traces_begin_without_workers_that_were_sent_away_before_they_joined(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ class WorkerKeeper(ProcessInterface):
             failures = failures + 1 if cause else 0
             wait_s = RETRY_S if self._schedule.ups else self._schedule.replace_after_s
             await asyncio.sleep(max(wait_s, RETRY_S * 2**failures if failures else 0.0))
-        self.failure = f"{self._spec.name}: {failures} processes in a row could not become a worker: {cause}"
+        self.failure = f"{self._spec.name}: {failures} worker processes in a row failed: {cause}"
 
     def _why(self) -> str:
         """The last output of the process before it ended."""

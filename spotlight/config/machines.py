@@ -232,7 +232,7 @@ class ClusterSection(Section):
 
     dashboard_port: int = Field(8787, ge=0, le=65535)
     """Port of Dask's dashboard; 0 takes any free port."""
-    dashboard_host: str = "127.0.0.1"
+    dashboard_host: str = Field("127.0.0.1", min_length=1)
     """Where the dashboard listens. It has no password: if it listens beyond this machine, whoever reaches it sees
     prompts, images and figures."""
     hang_after_s: float = Field(60.0, ge=0.1, le=DAY_S)
