@@ -343,17 +343,24 @@ def test_what_is_left_of_a_run_is_cancelled_by_one_look_at_the_queue(
     assert asked.read_text().splitlines() == ["squeue --me", "scancel 7"]
 
 
-@pytest.mark.parametrize("squeue", ["exit 1", "exit 0"])
-def test_a_slurm_that_does_not_answer_is_not_told_of_as_an_empty_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], squeue: str
+@pytest.mark.parametrize(
+    ("squeue", "scancel", "answers"), [("exit 1", "", False), ("exit 0", "", True), ("echo 7 driver", "exit 1", False)]
+)
+def test_a_slurm_that_does_not_answer_is_told_of_neither_as_an_empty_queue_nor_as_one_that_was_emptied(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    squeue: str,
+    scancel: str,
+    answers: bool,
 ) -> None:
     run = create_run(config.load(settings_file(tmp_path), JOBS), 0.0)
     (run.path / "slurm").mkdir()
     slurm_driver.record(run, "7")
-    commands(tmp_path, monkeypatch, squeue=squeue)
+    commands(tmp_path, monkeypatch, squeue=squeue, scancel=scancel)
 
     assert main(["stop", str(run.path)]) == 1
-    assert ("Slurm does not answer" in capsys.readouterr().err) == (squeue != "exit 0")
+    assert ("Slurm does not answer" in capsys.readouterr().err) == (not answers)
 
 
 @pytest.mark.usefixtures("slurm")

@@ -482,7 +482,7 @@ def cancel_all(config: Config, run_dir: Path, *, driver: str = "") -> list[str] 
         jobs = [line.split(maxsplit=1) for line in printed.splitlines()]
         named = [words for words in jobs if len(words) == 2]
         if numbers := [job for job, name in named if name.strip() in wanted or job == driver]:
-            run_command("scancel", *numbers)
+            status = run_command("scancel", *numbers)[0] or status  # 0, too, if a job has just ended
         return None if status else numbers
     return None
 
