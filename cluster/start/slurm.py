@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import glob
 import logging
 import os
 import re
@@ -539,7 +538,7 @@ def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            for left in folder.glob(f"{glob.escape(prefix)}*"):
+            for left in folder.glob(f"{prefix}*"):
                 shutil.rmtree(left, ignore_errors=True)
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=folder))
             stack.enter_context(janitor.registered("folder", directory))
