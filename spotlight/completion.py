@@ -9,7 +9,7 @@ from spotlight.config import Config, Section
 
 SCRIPT = """\
 # Completion of `spotlight`, for bash and zsh.
-[ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit -u && bashcompinit; }}
+[ -z "${{ZSH_VERSION-}}" ] || {{ autoload -U +X compinit bashcompinit && compinit -u && bashcompinit; }}
 _spotlight() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
     case "$COMP_CWORD:$before:${{COMP_WORDS[1]}}:$word" in

@@ -144,8 +144,9 @@ class Driver:
                     self._end_steps()
             if any(future.status == "cancelled" for future in futures):
                 raise SpotlightError(
-                    "the cluster lost the run's tasks: its scheduler ended, or was restarted; what was committed is "
-                    f"kept: `{self._run.resume_command}` goes on, with --cluster, there or elsewhere"
+                    "the cluster lost the run's tasks: its scheduler ended, or was restarted, or `run.client` was "
+                    f"closed; what was committed is kept: `{self._run.resume_command}` goes on, with --cluster, there "
+                    "or elsewhere"
                 )
             return dict(zip(graph.outputs, self.pools.client.gather(packed), strict=True))
         finally:

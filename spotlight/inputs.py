@@ -241,14 +241,15 @@ def check_port(host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+        except (OSError, TypeError) as error:  # the latter if no host can have that name
+            why = getattr(error, "strerror", error)
+            if getattr(error, "errno", None) not in (errno.EADDRINUSE, errno.EACCES):
                 raise SpotlightError(
-                    f"cluster.dashboard_host = {shown(host)}: the dashboard cannot listen there ({error.strerror}): "
+                    f"cluster.dashboard_host = {shown(host)}: the dashboard cannot listen there ({why}): "
                     "give a name or an IPv4 address of this machine, such as 127.0.0.1, or 0.0.0.0 for all it has"
                 ) from None
             raise SpotlightError(
-                f"cluster.dashboard_port = {port} cannot be used ({error.strerror}): stop what listens there, or "
+                f"cluster.dashboard_port = {port} cannot be used ({why}): stop what listens there, or "
                 "choose another, 0 for any free one: for a new run by --set cluster.dashboard_port=0, for a resumed "
                 f"one in its {configuration.RESOLVED}"
             ) from None

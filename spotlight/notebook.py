@@ -199,7 +199,8 @@ class Images(Sequence[Picture]):
         return len(self._found)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._found[index]
+        found = self._found[index]
+        return Images(found) if isinstance(index, slice) else found
 
     def _repr_html_(self) -> str:
         return f'{STYLE}<div class="spotlight-images">{"".join(map(_figure, self._found))}</div>'

@@ -547,7 +547,7 @@ class Run:
 
     @property
     def client(self) -> Client:
-        """The Dask client of the cluster, while the run goes on.
+        """The Dask client of the cluster, while the run goes on; to close it ends the run.
 
         Raises:
             SpotlightError: it does not run here, or has no cluster yet.

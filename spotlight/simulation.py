@@ -296,14 +296,18 @@ class TaskTiming:
             allocation, slot = given["allocation"], given["slot"]
             return _denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
         if function is training.gradient and self._train_width > 1:
-            return self._shared_gradient(_part(_by_name(function, arguments)))
+            given = _by_name(function, arguments)
+            part = _part(given)
+            return Denoising(  # whose passes a gang shares: a single step
+                request=part.name, samples=len(part.samples), steps=1, step_s=self._gradient_s(given["run_dir"], part)
+            )
         return Fixed(seconds=self._seconds(function, arguments))
 
-    def _shared_gradient(self, part: GradientPart) -> Denoising:
-        """A part whose passes a gang shares, as a single step; once its gradient is stored, it is not done again."""
-        samples, durations = len(part.samples), self._durations
-        seconds = durations.train_s(samples, self._train_width) + durations.gradient_s if samples else 0.0
-        return Denoising(request=part.name, samples=samples, steps=1, step_s=seconds)
+    def _gradient_s(self, run_dir: str, part: GradientPart) -> float:
+        """Seconds of a part; once its gradient is stored, it is not done again, whatever preempted work does."""
+        if protocol.current().has_gradient(run_dir, part) or not part.samples:
+            return 0.0
+        return self._durations.train_s(len(part.samples), self._train_width) + self._durations.gradient_s
 
     def _seconds(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> float:
         durations, device = self._durations, protocol.current()
@@ -315,10 +319,7 @@ class TaskTiming:
             return durations.score_s(sum(len(each.seeds) for each in unscored))
         if function is training.gradient:
             given = _by_name(function, arguments)
-            part = _part(given)
-            if device.has_gradient(given["run_dir"], part) or not part.samples:
-                return 0.0
-            return durations.train_s(len(part.samples)) + durations.gradient_s
+            return self._gradient_s(given["run_dir"], _part(given))
         if function is training.add_gradients:
             parts = _by_name(function, arguments)["parts"]
             fetched = sum(part.rows > 0 for part in parts)

@@ -279,7 +279,8 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert list(tmp_path.glob("run-*")) == []
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "::1"])  # another machine's, by RFC 5737; and Dask's are IPv4
+# Another machine's, by RFC 5737; IPv6, and Dask's are IPv4; a name that no host can have.
+@pytest.mark.parametrize("host", ["192.0.2.1", "::1", "rechner..zürich"])
 def test_a_host_on_which_no_dashboard_can_listen_is_named_and_not_its_port(tmp_path: Path, host: str) -> None:
     said = refusal("run", settings_file(tmp_path), "--set", f"cluster.dashboard_host={host}")
 

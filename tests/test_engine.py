@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.virtual.timing import Fixed
+from cluster.virtual.timing import Denoising, Fixed
 from factories import answer
 from graphs.requests import candidates_for, rollout_requests, unexplored
 from graphs.tasks import refills, sampling, training
@@ -628,6 +628,35 @@ def test_on_the_virtual_clock_scores_that_are_kept_take_no_time(tmp_path: Path, 
 
     assert first == Fixed(seconds=0.5 * len(request.seeds))
     assert again == all_again == Fixed(seconds=0.0)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_on_the_virtual_clock_a_gradient_that_is_kept_takes_no_time(tmp_path: Path, width: int) -> None:
+    """As live, where workers find it, also those of a gang that shares its passes, whatever becomes of requests."""
+    more = ["strategy.on_preemption=restart", "simulation.gradient_s=3", f"train.width={width}"]
+    settings = config.load(settings_file(tmp_path), [*more, 'strategy.train_pools=["reserved","spot"]'])
+    run = str(create_run(settings, time.time()).path)
+    with protocol.using(ModelledDevice()):
+        context, prompts = prepare(run), read_prompts(settings.data.train_prompts)[: settings.rollout.prompts]
+        requests = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)
+        samples = tuple(
+            Sample(request=request, index=index, reward=0.5, advantage=1.0)
+            for request in requests
+            for index in range(len(request.seeds))
+        )
+        sets = [TrainingSet(samples=samples, metrics={})]
+        given, timing = (run, context.start, 0, Cut.of(settings), 0, 0, sets, 1), TaskTiming(settings)
+
+        first = timing.work(training.gradient, lambda: given)
+        training.gradient(*given)
+        again = timing.work(training.gradient, lambda: given)
+
+    def seconds(work: Denoising | Fixed) -> float:
+        return work.seconds if isinstance(work, Fixed) else (work.step_s or 0.0) * work.steps
+
+    assert isinstance(first, Fixed if width == 1 else Denoising)
+    assert seconds(first) > 3
+    assert seconds(again) == 0
 
 
 def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_it_can(tmp_path: Path) -> None:

@@ -221,6 +221,30 @@ def test_a_scheduler_that_did_not_answer_is_asked_no_more(tmp_path: Path, monkey
         cluster.close()
 
 
+def test_a_run_whose_client_was_closed_says_so_and_leaves_the_cluster_all_the_same(
+    tmp_path: Path, existing: DaskCluster
+) -> None:
+    """As by ``with run.client``."""
+    settings = config.load(settings_file(tmp_path), SETTINGS)
+    pools = RunCluster(settings, create_run(settings, wall_clock()).path, existing.address)
+    wait_for(lambda: "the driver's own" not in pools.status()["waiting_for"])
+    pools.client.close()
+
+    for asked in (pools.status, pools.drain, pools.stop):
+        with pytest.raises(SpotlightError, match=r"client was closed \(`run.client`\)"):
+            asked()
+    pools.close()
+
+    with Client(existing.address, set_as_default=False) as client:
+        wait_for(lambda: not {DispatchPlugin.name, PagePlugin.name} & client.run_on_scheduler(names_of_plugins))
+        wait_for(lambda: client.run_on_scheduler(names_of_workers) == {"trainer", "nursed"})
+
+
+def names_of_workers(dask_scheduler: Scheduler) -> set[str]:
+    """To be sent to a scheduler."""
+    return {str(state.name) for state in dask_scheduler.workers.values()}
+
+
 def names_of_plugins(dask_scheduler: Scheduler) -> set[str]:
     """To be sent to a scheduler."""
     return {*dask_scheduler.plugins}

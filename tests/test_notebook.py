@@ -258,7 +258,10 @@ def test_the_table_of_workers_says_who_is_there_and_how_long_the_others_were() -
 def test_pictures_are_told_in_a_terminal_without_their_bytes() -> None:
     picture = Picture(prompt="a sign", seed=7, explored_reward=None, reward=0.5, url="data:image/png;base64,AAAA")
 
-    assert repr(notebook.Images([picture])) == "<1 pictures>"
+    shown = notebook.Images([picture, picture])
+    assert repr(shown) == "<2 pictures>"
+    assert repr(shown[1:]) == "<1 pictures>"  # and a notebook shows it
+    assert shown[-1] is picture
     assert "base64" not in repr(picture)
 
 

@@ -22,6 +22,7 @@ from cluster.messages import HEARD_OF, ORDER, PLACE, READY, REFUSED
 from cluster.scheduler.plugin import DispatchPlugin
 from cluster.worker.device import WorkerDevice
 from spotlight.device.process import EngineLost
+from spotlight.records import Drained
 
 WAIT_S = 30.0
 RULES = Rules()
@@ -136,6 +137,20 @@ def test_what_a_worker_says_to_an_earlier_start_of_the_run_is_not_taken_for_this
             return dict(there.plugin.snapshot().pools), len(there.scheduler.get_events(HEARD_OF))
 
     assert asyncio.run(joined()) == ({"spot": 1}, 1)
+
+
+def test_what_a_driver_fetched_is_given_again_if_it_was_lost_on_its_way_and_nothing_twice() -> None:
+    async def fetched() -> list[Drained]:
+        async with live() as there:
+            await there.member("spot-0", "spot")
+            driver: Any = there.client.scheduler
+            return [Drained.of(await driver.spotlight_drain(session="s", fetched=fetched)) for fetched in (0, 0, 1)]
+
+    lost, again, then = asyncio.run(fetched())
+
+    assert lost == again
+    assert [life.worker for life in again.workers.values()] == ["spot-0"]
+    assert not then.workers
 
 
 def test_what_others_submit_is_no_task_of_the_run_whatever_they_call_it() -> None:

@@ -177,12 +177,12 @@ def test_a_url_is_no_local_path_to_write_to(verb: str, capsys: pytest.CaptureFix
 def test_a_shell_completes_verbs_options_and_settings(
     capsys: pytest.CaptureFixture[str], typed: list[str], offered: list[str]
 ) -> None:
-    """In a real bash: what it would offer after these words."""
+    """In a real bash, for which unset variables are errors: what it would offer after these words."""
     assert main(["completion"]) == 0
 
     words = " ".join(["spotlight", *typed])
     ask = f"COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _spotlight 2> /dev/null; echo ${{COMPREPLY[@]}}"
-    shell = subprocess.run(["bash", "-c", f"{capsys.readouterr().out}\n{ask}"], capture_output=True, text=True)
+    shell = subprocess.run(["bash", "-uc", f"{capsys.readouterr().out}\n{ask}"], capture_output=True, text=True)
     assert shell.returncode == 0, shell.stderr
     assert shell.stdout.split() == offered
 

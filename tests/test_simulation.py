@@ -17,12 +17,14 @@ import pytest
 from rich.console import Console
 
 from cluster.dispatch.dispatcher import differing
+from cluster.start.local import _schedules
 from runs import PROMPTS, ROOT, VALIDATED, outcome, settings_file
 from spotlight import attach, config
 from spotlight.display import comparison
+from spotlight.plan.durations import TaskDurations
 from spotlight.records import SpotlightError
 from spotlight.run import Run
-from spotlight.simulation import Learning, Simulation, simulate
+from spotlight.simulation import Learning, Simulation, simulate, stays
 from spotlight.store.rows import DECISIONS, EVENTS, SPANS
 from spotlight.store.rundir import RunDir
 from spotlight.store.weights import published
@@ -303,6 +305,28 @@ def test_a_trace_begins_when_its_first_workers_are_there(tmp_path: Path) -> None
     assert again == "spot-1"
     assert again_s == pytest.approx(there_s + 0.5 + 4.0)
     assert lost_s == pytest.approx(there_s + 0.3)
+
+
+def test_along_made_up_traces_workers_come_and_go_as_in_the_live_run(tmp_path: Path) -> None:
+    made_up = [f"pools.{pool}.{what}" for pool in ("spot", "reward") for what in ("trace_model=bursty", "workers=3")]
+    settings = config.load(settings_file(tmp_path), [*made_up, "pools.reward.usd_per_h=1", "run.seed=7"])
+    durations = TaskDurations(settings)
+    trace_s = durations.warm_up_s + durations.start_up_s
+
+    def ends_s(ups: Sequence[tuple[float, float]] | None, began_s: float) -> list[float]:
+        return [until_s - began_s for _, until_s in ups or ()]
+
+    live = {
+        f"{name}-{index}": ends_s(schedule.ups, 0.0)
+        for name, pool in settings.pools
+        for index, schedule in enumerate(_schedules(name, pool, settings))
+        if pool.trace_model
+    }
+
+    simulated = {stay.name: ends_s(stay.ups, trace_s) for stay in stays(settings, 0.0)}
+    assert len(live) == 6
+    assert live == {name: pytest.approx(simulated[name]) for name in live}
+    assert live["spot-0"] != live["reward-0"]
 
 
 def test_exploration_that_had_no_workers_is_not_said_to_have_been_too_large(

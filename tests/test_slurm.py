@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dask
 import psutil
 import pytest
+from distributed import Security
 
 from cluster.start import slurm as slurm_jobs
 from cluster.start import slurm_driver
@@ -25,7 +28,7 @@ from cluster.start.run_cluster import RunCluster
 from cluster.start.slurm import again_s, worker_line
 from leftovers import OURS, marked
 from private_slurm import missing, private_slurm
-from runs import COLD_S, LITTLE, WAIT_S, outcome, settings_file, start, wait_for
+from runs import COLD_S, LITTLE, ROOT, WAIT_S, outcome, settings_file, start, wait_for
 from spotlight import config
 from spotlight.records import SpotlightError
 from spotlight.run import Run
@@ -343,17 +346,24 @@ def test_what_is_left_of_a_run_is_cancelled_by_one_look_at_the_queue(
     assert asked.read_text().splitlines() == ["squeue --me", "scancel 7"]
 
 
-@pytest.mark.parametrize("squeue", ["exit 1", "exit 0"])
-def test_a_slurm_that_does_not_answer_is_not_told_of_as_an_empty_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], squeue: str
+@pytest.mark.parametrize(
+    ("squeue", "scancel", "answers"), [("exit 1", "", False), ("exit 0", "", True), ("echo 7 driver", "exit 1", False)]
+)
+def test_a_slurm_that_does_not_answer_is_told_of_neither_as_an_empty_queue_nor_as_one_that_was_emptied(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    squeue: str,
+    scancel: str,
+    answers: bool,
 ) -> None:
     run = create_run(config.load(settings_file(tmp_path), JOBS), 0.0)
     (run.path / "slurm").mkdir()
     slurm_driver.record(run, "7")
-    commands(tmp_path, monkeypatch, squeue=squeue)
+    commands(tmp_path, monkeypatch, squeue=squeue, scancel=scancel)
 
     assert main(["stop", str(run.path)]) == 1
-    assert ("Slurm does not answer" in capsys.readouterr().err) == (squeue != "exit 0")
+    assert ("Slurm does not answer" in capsys.readouterr().err) == (not answers)
 
 
 @pytest.mark.usefixtures("slurm")
@@ -617,7 +627,11 @@ def test_a_hint_fits_what_slurm_refused() -> None:
 
 def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
     pytest.importorskip("dask_jobqueue")
-    printed = submit(settings_file(tmp_path), "--dry-run", "--begin=22:00", '--set=pools.spot.slurm.gres="gpu:2"')
+    slurm = ('time="2:00:00"', 'account="ours"', "cpus=3", 'setup=["module load cuda"]')
+    more = [f"--set=pools.reserved.slurm.{setting}" for setting in slurm]
+    printed = submit(
+        settings_file(tmp_path), "--dry-run", "--begin=22:00", '--set=pools.spot.slurm.gres="gpu:2"', *more
+    )
     driver, reserved, spot = printed.split("#!/usr/bin/env bash")[1:]
 
     assert "#SBATCH --begin=22:00" in driver
@@ -628,6 +642,10 @@ def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
     assert "#SBATCH --gres=gpu:2" in spot
     assert "#SBATCH --nodelist=n1" in spot
     assert "#SBATCH -t" not in spot
+    asked = {"#SBATCH -t 2:00:00", "#SBATCH -A ours", "#SBATCH --cpus-per-task=3"}
+    assert asked <= {*reserved.splitlines()}
+    assert " --cpus-per-task=3 " in reserved  # of the step
+    assert reserved.index("module load cuda") < reserved.index("mktemp")  # it may say where scratch files go
     for job in (reserved, spot):  # Slurm queues it again, adds to its output, and warns it before its time is over
         assert {"#SBATCH --requeue", "#SBATCH --open-mode=append", "#SBATCH --signal=TERM@30"} <= {*job.splitlines()}
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
@@ -971,15 +989,19 @@ def test_a_run_goes_on_without_jobs_that_always_fail_while_others_of_their_pool_
     ]
 
 
-NO_SBATCH, REFUSED = "needs the command `sbatch`", "pools.reserved.slurm: Slurm says: invalid partition"
+NO_SBATCH, NO_SCANCEL = "needs the command `sbatch`", "needs the command `scancel`"
+REFUSED = "pools.reserved.slurm: Slurm says: invalid partition"
 
 
-@pytest.mark.parametrize(("verb", "says"), [("run", NO_SBATCH), ("submit", NO_SBATCH), ("submit", REFUSED)])
+@pytest.mark.parametrize(
+    ("verb", "says"), [("run", NO_SBATCH), ("submit", NO_SBATCH), ("run", NO_SCANCEL), ("submit", REFUSED)]
+)
 def test_where_slurm_takes_nothing_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str, says: str
 ) -> None:
     (commands := tmp_path / "bin").mkdir()
-    for command in ("sbatch", "squeue", "scancel") if says == REFUSED else ():
+    there = {NO_SBATCH: (), NO_SCANCEL: ("sbatch", "squeue"), REFUSED: ("sbatch", "squeue", "scancel")}
+    for command in there[says]:
         (commands / command).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
         (commands / command).chmod(0o755)
     monkeypatch.setenv("PATH", str(commands))
@@ -989,6 +1011,46 @@ def test_where_slurm_takes_nothing_nothing_is_left(
     assert left == 1
     assert says in capsys.readouterr().err
     assert not list(tmp_path.glob("run-*"))
+
+
+def test_an_sbatch_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands(tmp_path, monkeypatch, sbatch="exec sleep 60")
+    monkeypatch.setattr(slurm_jobs, "ANSWER_S", 0.2)
+
+    with pytest.raises(SpotlightError, match="the driver's job: sbatch does not answer .*: is Slurm up"):
+        slurm_driver.submit("#!/bin/sh")
+
+
+def test_ctrl_c_is_heard_as_before_once_jobs_are_known() -> None:
+    """Though dask-jobqueue, as it is imported, would have that signal for itself."""
+    pytest.importorskip("dask_jobqueue")
+    code = """
+import signal
+from cluster.start.slurm import _slurm_job
+before = signal.getsignal(signal.SIGINT)
+print(_slurm_job().__name__, signal.getsignal(signal.SIGINT) is before)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    assert slurms(sys.executable, "-c", code, env=environment).split() == ["SLURMJob", "True"]
+
+
+def test_a_job_gives_its_workers_only_options_that_they_know(tmp_path: Path) -> None:
+    """Whatever else Dask's configuration says of TLS."""
+    pytest.importorskip("dask_jobqueue")
+    files = {name: str(tmp_path / name) for name in ("tls_ca_file", "tls_worker_cert", "tls_worker_key")}
+    settings = config.load(settings_file(tmp_path), JOBS)
+
+    with dask.config.set({"distributed.comm.tls.ciphers": "ECDHE-RSA-AES256-GCM-SHA384"}):
+        security = Security(require_encryption=True, **files)
+        job = slurm_jobs.worker_job(
+            "tls://here:1", pool="spot", first=0, section=settings.pools.spot, run_dir=tmp_path, security=security
+        )
+
+    given = {*re.findall(r" (--tls-\S+)", job.job_script())}
+    known = slurms(sys.executable, "-m", "distributed.cli.dask_worker", "--help")
+    assert given == {"--tls-ca-file", "--tls-cert", "--tls-key"}
+    assert given <= {*known.split()}
 
 
 def test_a_job_is_submitted_again_ever_later() -> None:
@@ -1015,6 +1077,6 @@ def jobs(*which: str) -> list[str]:
     return slurms("squeue", "--noheader", "--format=%A", *which).split()
 
 
-def slurms(*command: str) -> str:
+def slurms(*command: str, env: Mapping[str, str] | None = None) -> str:
     """What a command of Slurm's, or of ours about it, prints."""
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout

@@ -139,7 +139,7 @@ class RunCluster:
             self._register(SpotlightWorkerPlugin(terms))
             head = Head(self.client, f"head-{self.session}", directory)
             self.client.sync(head.start)
-            stack.callback(self.client.sync, head.close)
+            stack.callback(self._close, head)
             self._stack = stack.pop_all()
 
     def _keep_scratch(self, stack: contextlib.ExitStack, terms: Terms) -> str:
@@ -334,9 +334,11 @@ class RunCluster:
     def close(self) -> None:
         self._stack.close()
 
+    def _close(self, head: Head) -> None:
+        with contextlib.suppress(RuntimeError):  # a user closed the client, and its event loop with it: that ended both
+            self.client.sync(head.close)
+
     def _leave(self) -> None:
-        if self.client.scheduler is None:  # the client was closed
-            return
         with contextlib.suppress(OSError, SpotlightError, ValueError):  # one that is gone, or back, has ended it too
             self._ask("spotlight_close")
 
@@ -360,16 +362,20 @@ class RunCluster:
         """
         if self._gone:
             raise SpotlightError(self._gone)
-        asked = facts | {"session": self.session}
+        asked, scheduler = facts | {"session": self.session}, self.client.scheduler
+        if scheduler is None:
+            self._gone = (
+                "the run's Dask client was closed (`run.client`), and a run ends with it; what was committed is kept"
+            )
+            raise SpotlightError(self._gone)
         for attempts_left in reversed(range(ASK_ATTEMPTS)):
             try:
-                return self.client.sync(getattr(self.client.scheduler, name), callback_timeout=ANSWER_S, **asked)
+                return self.client.sync(getattr(scheduler, name), callback_timeout=ANSWER_S, **asked)
             except (OSError, TimeoutError) as error:
                 if isinstance(error, TimeoutError) and attempts_left:
                     continue  # a pause of this process uses that time up, too
-                address = self.client.scheduler.address
                 why = str(error) or "timed out"  # asyncio's own says nothing
-                self._gone = f"the scheduler {address} is gone ({why}); what was committed is kept"
+                self._gone = f"the scheduler {scheduler.address} is gone ({why}); what was committed is kept"
                 raise SpotlightError(self._gone) from None
         raise AssertionError
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import glob
 import logging
 import os
 import re
@@ -482,7 +481,7 @@ def cancel_all(config: Config, run_dir: Path, *, driver: str = "") -> list[str] 
         jobs = [line.split(maxsplit=1) for line in printed.splitlines()]
         named = [words for words in jobs if len(words) == 2]
         if numbers := [job for job, name in named if name.strip() in wanted or job == driver]:
-            run_command("scancel", *numbers)
+            status = run_command("scancel", *numbers)[0] or status  # 0, too, if a job has just ended
         return None if status else numbers
     return None
 
@@ -539,7 +538,7 @@ def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            for left in folder.glob(f"{glob.escape(prefix)}*"):
+            for left in folder.glob(f"{prefix}*"):
                 shutil.rmtree(left, ignore_errors=True)
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=folder))
             stack.enter_context(janitor.registered("folder", directory))
