@@ -501,6 +501,21 @@ def test_a_script_without_a_font_here_warns_nobody(tmp_path: Path) -> None:
     assert _target('a sign that says "\u4f60\n\u597d"') == "\u4f60 \u597d"
 
 
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ('a sign that says "47"', "47"),
+        ('say "" now', 'say "" now'),
+        ('say " " now', 'say " " now'),
+        ('6" tall', '6" tall'),
+        ('"a longer text than fits"', "a longer text…"),
+        ("", ""),
+    ],
+)
+def test_a_picture_is_titled_by_what_is_to_be_written_or_else_by_its_prompt(text: str, title: str) -> None:
+    assert _target(text) == title
+
+
 def test_dollar_signs_are_shown_as_they_are_and_not_read_as_formulas(tmp_path: Path) -> None:
     """Matplotlib would take what stands between two of them for TeX."""
     run_dir = write_run(tmp_path / "run", iterations=1)

@@ -252,5 +252,5 @@ def _draw_image(ax: Axes, image: NDArray[Any], reward: float | None, before: flo
 def _target(text: str) -> str:
     """What a prompt asks to be written, else its beginning, short enough for a title."""
     parts = " ".join(text.split()).split('"')
-    wanted = parts[1] if len(parts) > 2 else '"'.join(parts)
+    wanted = parts[1] if len(parts) > 2 and parts[1].strip() else '"'.join(parts)
     return wanted if len(wanted) <= 14 else wanted[:13] + "…"
