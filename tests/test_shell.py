@@ -33,7 +33,6 @@ from spotlight.display import _asked_to_stop, _Display, _facts, status_table
 from spotlight.records import Drained, SpotlightError, Stopped, WorkerLife
 from spotlight.run import Run
 from spotlight.shell import EXAMPLES, main
-from spotlight.status import Status
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.lease import Lease
@@ -226,15 +225,12 @@ def test_the_panel_of_a_run_tells_none_from_what_is_not_known(tmp_path: Path) ->
     status = Run.attach(create_run(load(settings_file(tmp_path)), now_s=0.0).path).status
     late = replace(status, running={"rollout": 2}, workers={"spot": 3}, window_s=3.25, spot_worth_renting=0)
 
-    def panel(status: Status) -> str:
-        shown = io.StringIO()
-        Console(file=shown, width=200).print(_facts(status))
-        return " ".join(shown.getvalue().split())
+    unknown, known = printed(_facts(status)), printed(_facts(late))
 
-    assert "rollout window - spot workers worth renting - spot utilisation 0% " in panel(status)
-    assert "rollout window 3.2 s (then waited - s) spot workers worth renting 0 " in panel(late)
-    assert "running rollout x 2 " in panel(late)
-    assert "workers 3 spot " in panel(late)
+    assert "rollout window - spot workers worth renting - spot utilisation 0% " in unknown
+    assert "rollout window 3.2 s (then waited - s) spot workers worth renting 0 " in known
+    assert "running rollout x 2 " in known
+    assert "workers 3 spot " in known
 
 
 @pytest.mark.parametrize(
@@ -259,14 +255,18 @@ def test_how_a_run_stands_names_what_it_waits_for_and_its_live_page_if_there_are
     plain = Run.attach(create_run(load(settings_file(tmp_path)), now_s=0.0).path).status
     full = replace(plain, waiting_for=("reserved", "spot"), dashboard="http://head:8787/status")
 
-    def table(status: Status) -> str:
-        shown = io.StringIO()
-        Console(file=shown, width=200).print(status_table(status))
-        return " ".join(shown.getvalue().split())
+    told, told_of_plain = printed(status_table(full)), printed(status_table(plain))
 
-    assert "waiting for workers │ reserved and spot" in table(full)
-    assert "live page │ http://head:8787/spotlight" in table(full)
-    assert not [name for name in ("waiting", "live page") if name in table(plain)]
+    assert "waiting for workers │ reserved and spot" in told
+    assert "live page │ http://head:8787/spotlight" in told
+    assert not [name for name in ("waiting", "live page") if name in told_of_plain]
+
+
+def printed(what: Any) -> str:
+    """What a wide terminal shows of it, its blanks as one each."""
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(what)
+    return " ".join(shown.getvalue().split())
 
 
 def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
