@@ -3,11 +3,12 @@
 Whole runs on the virtual clock: the embedded model really learns, and each step takes as long as the cost model says
 of Qwen-Image on H100s. Seconds and dollars are those of the iterations; start-up and validation are left out.
 
-Each strategy tries as many recipes as the others, on tuning seeds, up to the target in the middle. Recipes are drawn at
-random from one space: strategies that explore share one set of them, those that do not share another. Fresh seeds are
-then run with the best, to the last target. Without exploration a run learns the same whichever GPUs it uses: it is made
-once, and for the other strategies only timed (a test checks that the times are the same). So is blocking exploration
-at another size.
+Each strategy tries as many recipes as the others, on tuning seeds, up to the target in the middle, or with
+``--to-last`` to the last one, for which tuning takes twice as long and needs raw data of its own. Recipes are drawn
+at random from one space: strategies that explore share one set of them, those that do not share another. Fresh seeds
+are then run with the best, to the last target. Without exploration a run learns the same whichever GPUs it uses: it
+is made once, and for the other strategies only timed (a test checks that the times are the same). So is blocking
+exploration at another size.
 
 The tables show the base recipe ("untuned") of a strategy until all fresh seeds were run with its best one, and nothing
 if not all were run with either. The raw data has a line per run; recorded runs are not made again. ``python -m
@@ -55,8 +56,8 @@ from benchmarks.target.cases import (
     Case,
     Row,
     first_case,
-    middle,
     tried,
+    tuning_target,
 )
 from benchmarks.target.figure import draw
 from benchmarks.target.outcomes import Data, best, curve, is_at, reached
@@ -217,9 +218,15 @@ def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     return "\n".join([*lines, f"all: {hours:.1f} h of one core"])
 
 
-def read(path: Path) -> Data:
-    """The recorded runs; none if there is no such file."""
-    return Data(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else Data()
+def read(arguments: argparse.Namespace) -> Data:
+    """The recorded runs, but for tuning runs that ended before the target that recipes are chosen by."""
+    lines = arguments.data.read_text().splitlines() if arguments.data.exists() else ()
+    return Data(row for row in map(json.loads, lines) if not _is_short(row, arguments))
+
+
+def _is_short(row: Row, arguments: argparse.Namespace) -> bool:
+    target = tuning_target(row["job"], last=arguments.to_last)
+    return row["seed"] in arguments.tuning_seeds and not _is_over(row, target, arguments.iterations)
 
 
 def _begin(place: str) -> None:
@@ -253,10 +260,11 @@ def make(arguments: argparse.Namespace) -> None:
     ):
         running: dict[Future[dict[str, Any]], Case] = {}
         while True:
-            rows = read(arguments.data)
+            rows = read(arguments)
             wanted = missing(rows, arguments)
             while len(running) < arguments.processes and (case := to_begin(wanted, running.values())):
-                target = middle(case.job) if case.seed in arguments.tuning_seeds else TARGETS[case.job][-1]
+                last = arguments.to_last or case.seed not in arguments.tuning_seeds
+                target = tuning_target(case.job, last=last)
                 running[pool.submit(measure, case, target, arguments.iterations, arguments.every, rows)] = case
             if not running:
                 return
@@ -375,6 +383,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--trials", type=int, default=TRIALS, help="recipes that each strategy tries (1: only the base one)"
     )
     parser.add_argument("--tuning-seeds", type=int, nargs="*", default=list(TUNING_SEEDS), help="run seeds of trials")
+    parser.add_argument("--to-last", action="store_true", help="choose recipes by the last target, not the middle one")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="fresh run seeds")
     parser.add_argument("--iterations", type=int, default=60, help="most iterations of a run")
     parser.add_argument("--every", type=int, default=2, help="iterations between validations")
@@ -400,7 +409,7 @@ def main() -> None:
         smoke()
         return
     if arguments.estimate:
-        print(estimate(read(arguments.data), arguments))
+        print(estimate(read(arguments), arguments))
         return
     if arguments.whole:
         for line in whole(arguments):
@@ -412,7 +421,7 @@ def main() -> None:
         return
     if not arguments.table:
         make(arguments)
-    rows = read(arguments.data)
+    rows = read(arguments)
     found = tables(rows, arguments)
     for_readme = headlines(rows, arguments)
     print(found, *for_readme, sep="\n\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
 from itertools import product
 from math import ceil, inf
@@ -34,6 +35,7 @@ def asked(**other: Any) -> argparse.Namespace:
         "strategies": list(STRATEGIES),
     }
     values |= {"trials": TRIALS, "tuning_seeds": list(TUNING_SEEDS), "seeds": list(SEEDS), "iterations": 60}
+    values |= {"to_last": False}
     return argparse.Namespace(**values | other)
 
 
@@ -108,6 +110,26 @@ def test_the_best_trial_is_run_on_fresh_seeds_once_all_trials_are_there() -> Non
 
     assert [(case.trial, case.seed) for case in before] == [(TRIED[-1], TUNING_SEEDS[-1])]
     assert [(case.trial, case.seed) for case in after] == [(TRIED[4], seed) for seed in SEEDS]
+
+
+def test_a_recipe_chosen_by_the_last_target_is_the_soonest_there_and_has_longer_tuning_runs(tmp_path: Path) -> None:
+    """The soonest in the middle is not always the soonest at the end."""
+    name, (soon, sure) = "Spotlight", TRIED[:2]
+    scores = {soon: {"2": 0.86, "4": 0.86, "6": 0.86, "60": 0.86}, sure: {"4": 0.5, "6": 0.93, "8": 0.93}}
+    trials = [
+        {**row(name, trial, seed), "scores": scores.get(trial, {"60": 0.5}), "seconds": list(range(61))}
+        for trial, seed in product(TRIED, TUNING_SEEDS)
+    ]
+    short = {**trials[0], "scores": {"2": 0.86, "4": 0.86}}
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in (*trials[1:], short)))
+
+    by_middle, by_last = (asked(strategies=[name], to_last=last, data=path) for last in (False, True))
+
+    assert {case.trial for case in time_to_target.missing(time_to_target.read(by_middle), by_middle)} == {soon}
+    (case,) = time_to_target.missing(time_to_target.read(by_last), by_last)
+    assert (case.trial, case.seed) == (soon, TUNING_SEEDS[0])
+    assert {case.trial for case in time_to_target.missing(trials, by_last)} == {sure}
 
 
 def test_the_table_shows_the_base_recipe_until_the_best_one_was_run_on_fresh_seeds() -> None:
@@ -411,7 +433,7 @@ def test_an_iteration_is_also_told_at_the_speed_that_was_measured(monkeypatch: p
 
 def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:
     """``python -m benchmarks.time_to_target --table --readme README.md`` writes them again."""
-    rows, arguments = time_to_target.read(time_to_target.DATA), time_to_target.parse([])
+    rows, arguments = time_to_target.read(time_to_target.parse([])), time_to_target.parse([])
 
     assert tables.tables(rows, arguments) == time_to_target.DATA.with_suffix(".md").read_text()
     assert tables.page(rows, arguments) == time_to_target.FIGURE.with_suffix(".md").read_text()

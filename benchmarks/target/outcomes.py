@@ -18,8 +18,8 @@ from benchmarks.target.cases import (
     Case,
     Row,
     first_case,
-    middle,
     tried,
+    tuning_target,
 )
 
 UNITS = {"seconds": 60.0, "usd": 1.0}
@@ -62,15 +62,15 @@ def until(row: Row, target: float, field: str) -> float:
     return inf if isinf(version) else row[field][int(version)]
 
 
-def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], count: int) -> int | None:
-    """The trial whose tuning runs came soonest to the target in the middle, then highest; None before all are made.
+def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], count: int, *, last: bool = False) -> int | None:
+    """The trial whose tuning runs came soonest to their target, then highest; None before all are made.
 
     A single trial is not chosen, and needs no tuning runs.
     """
     trials = tried(case.strategy, count)
     if len(trials) == 1:
         return trials[0]
-    target = middle(case.job)
+    target = tuning_target(case.job, last=last)
     ranks = []
     for trial in trials:
         mine = [row for row in _of(rows, case) if row["trial"] == trial and row["seed"] in tuning]
@@ -171,7 +171,7 @@ def shown(rows: Sequence[Row], case: Case, arguments: argparse.Namespace) -> int
 
 
 def best(rows: Sequence[Row], case: Case, arguments: argparse.Namespace) -> int | None:
-    return chosen(rows, case, arguments.tuning_seeds, arguments.trials)
+    return chosen(rows, case, arguments.tuning_seeds, arguments.trials, last=arguments.to_last)
 
 
 def untuned(
