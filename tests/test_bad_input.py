@@ -198,6 +198,16 @@ def test_a_directory_that_is_no_run_is_named(tmp_path: Path, command: list[str])
     assert f"{tmp_path}: not a run directory: it has no config.toml; `spotlight run CONFIG` makes one" in said
 
 
+def test_a_path_whose_links_lead_in_a_circle_is_named(tmp_path: Path) -> None:
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+
+    with pytest.raises(SpotlightError, match=f"^{circle}: no such directory"):
+        RunDir.open(circle)
+    with pytest.raises(SpotlightError, match=f"^{circle}: cannot make the run directory: Not a directory"):
+        create_run_at(circle, config.load(settings_file(tmp_path)))
+
+
 def test_in_a_directory_of_runs_the_latest_is_named(tmp_path: Path) -> None:
     for at, name in enumerate(("b", "a")):
         (tmp_path / name).mkdir()

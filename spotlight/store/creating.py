@@ -64,7 +64,7 @@ def create_run_at(place: str | Path, settings: config.Config) -> RunDir:
         SpotlightError: what is there is no run, one of other settings, or another user's.
     """
     check_place(place)
-    place = place if is_url(place) else Path(str(place).removeprefix("file://")).resolve()
+    place = place if is_url(place) else Path(os.path.realpath(str(place).removeprefix("file://")))
     with looked_into(place):
         _create_if_absent(place, settings)
     run = RunDir.open(place)

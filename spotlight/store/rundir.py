@@ -92,7 +92,7 @@ class RunDir:
 
     def __init__(self, place: str | Path, *, copy: Path | None = None) -> None:
         remote = is_url(place)
-        self.path = copy if copy and remote else files_of(place).resolve()
+        self.path = copy if copy and remote else Path(os.path.realpath(files_of(place)))
         self.url = str(place).rstrip("/") if remote else str(self.path)
         """Where the run is, for its workers and for people."""
         check_slashes(place)
