@@ -24,7 +24,7 @@ from spotlight.records import SpotlightError
 from spotlight.run import Run
 from spotlight.shell import main
 from spotlight.store import creating
-from spotlight.store.creating import create_run, create_run_at
+from spotlight.store.creating import MAKING, create_run, create_run_at
 from spotlight.store.rows import HISTORY, VALIDATION
 from spotlight.store.rundir import RunDir
 
@@ -208,6 +208,13 @@ def test_a_path_whose_links_lead_in_a_circle_is_named(tmp_path: Path) -> None:
         create_run_at(circle, config.load(settings_file(tmp_path)))
 
 
+def test_no_run_can_be_in_a_file(tmp_path: Path) -> None:
+    settings = settings_file(tmp_path)
+
+    with pytest.raises(SpotlightError, match=f"^{settings}/run: cannot make the run directory: Not a directory"):
+        create_run_at(settings / "run", config.load(settings))
+
+
 def test_in_a_directory_of_runs_the_latest_is_named(tmp_path: Path) -> None:
     for at, name in enumerate(("b", "a")):
         (tmp_path / name).mkdir()
@@ -215,6 +222,16 @@ def test_in_a_directory_of_runs_the_latest_is_named(tmp_path: Path) -> None:
         os.utime(tmp_path / name / "config.toml", (at, at))
 
     assert f"it holds runs, of which {tmp_path / 'a'} is the latest" in refusal("status", tmp_path)
+
+
+def test_an_empty_directory_that_is_a_file_system_of_its_own_holds_a_run(small_disk: Path) -> None:
+    """Also where a kill left one half made."""
+    (small_disk / f"{MAKING}123").mkdir()
+
+    run = create_run_at(small_disk, config.load(settings_file(small_disk.parent)))
+
+    assert run.path == small_disk
+    assert [path.name for path in small_disk.glob(".*")] == [f"{MAKING}123"]
 
 
 @pytest.mark.parametrize("shut", [".", "weights"])

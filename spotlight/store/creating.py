@@ -26,6 +26,9 @@ from spotlight.store.objects import StoreError, atomic_write, check_address, che
 from spotlight.store.rows import PROMPTS, STARTED, PromptHashes, Started
 from spotlight.store.rundir import RunDir, looked_into
 
+MAKING = ".making-"
+"""Begins the names of directories in which runs are made."""
+
 
 def create_run(settings: config.Config, now_s: float, *, simulated: bool = False) -> RunDir:
     """Make a new directory, named after the run and the time, with the resolved settings in it.
@@ -111,7 +114,7 @@ def _create_if_absent(place: str | Path, settings: config.Config) -> None:
             _create(str(place), settings, anew=False)
         return
     place = Path(place)
-    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+    if not place.exists() or (place.is_dir() and _is_empty(place)):
         _create_at_once(place, settings)
     elif not (place / config.RESOLVED).exists():
         raise SpotlightError(
@@ -122,11 +125,12 @@ def _create_if_absent(place: str | Path, settings: config.Config) -> None:
 def _create_at_once(path: Path, settings: config.Config) -> None:
     """Make it elsewhere and rename it, so that what a kill leaves is no half of a run.
 
-    An empty directory stays the one that it is: somebody may be in it.
+    An empty directory stays the one that it is, since somebody may be in it. The run is made in it, since it may be a
+    file system of its own, and who owns it may not be able to write beside it.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as making:
+        _make_folder(path.parent)
+        with tempfile.TemporaryDirectory(prefix=MAKING, dir=path if path.exists() else path.parent) as making:
             made = _create(f"{making}/{path.name}", settings).path
             if path.exists():
                 _fill(path, made)
@@ -139,13 +143,18 @@ def _create_at_once(path: Path, settings: config.Config) -> None:
             ) from None
 
 
+def _is_empty(directory: Path) -> bool:
+    """Whether nothing is there, but for runs that are being made, or whose making was killed."""
+    return all(entry.name.startswith(MAKING) for entry in directory.iterdir())
+
+
 def _fill(empty: Path, made: Path) -> None:
     """Move all of a new run into an empty directory; its settings, which make it a run, come last.
 
     Raises:
         OSError: it is not empty any more.
     """
-    if any(empty.iterdir()):
+    if not _is_empty(empty):
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
     with contextlib.suppress(PermissionError):  # who may write to somebody else's directory cannot change its mode
         empty.chmod(stat.S_IMODE(made.stat().st_mode))
