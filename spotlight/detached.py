@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spotlight.files import writing
 from spotlight.records import SpotlightError
 from spotlight.rl.rewards import looked_in
 from spotlight.store.rundir import RunDir
@@ -49,7 +50,9 @@ def begin(run: RunDir, cluster: ExistingCluster | None) -> subprocess.Popen[byte
         address, security = where(cluster)
         command += ["--cluster", address]
         environment |= certificates_of(security or Security())
-    with (run.path / LOG).open("wb") as log:
+    with writing(run.url):
+        opened = (run.path / LOG).open("wb")
+    with opened as log:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )

@@ -269,6 +269,15 @@ def test_an_event_loop_goes_on_while_the_driver_of_an_ended_run_ends(tmp_path: P
     assert len(beats) > 1
 
 
+def test_a_detached_driver_that_cannot_write_to_the_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """As it is in another user's run; root may write there."""
+    run = attach(_made(tmp_path))
+    (run.directory.path / "driver.log").mkdir()
+
+    with pytest.raises(SpotlightError, match=f"^{run.directory.url}: cannot be written"):
+        run.start(detached=True)
+
+
 def test_who_interrupts_the_start_of_a_detached_driver_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
