@@ -103,6 +103,15 @@ def test_a_node_whose_name_cannot_be_a_directory_s_is_refused_with_its_resource(
     assert said[0].startswith("its resource node:rack/1 names a node"), said
 
 
+def test_a_run_whose_directory_has_the_longest_name_that_one_may_have_gets_memory() -> None:
+    asked = terms(Path("/runs") / ("\N{GREEK SMALL LETTER ALPHA}" * 127), code_version())
+    root = shared_root(f"{asked.memory}-reserved-0")
+
+    os.close(hold(root))
+
+    assert sweep(root)
+
+
 def test_what_was_opened_before_it_failed_is_closed(tmp_path: Path) -> None:
     run = create_run(config.load(settings_file(tmp_path)), time.time())
     asked = terms(run.path, code_version())

@@ -54,6 +54,8 @@ AGAIN_S, AGAIN_MAX_S = 5.0, 300.0
 """Pause before a worker that cannot take part tries again, and its maximum: each try may start an engine."""
 TRIES = 3
 """Failed tries, some 15 s, after which the reason is taken to last: a run without another such worker ends."""
+RUN_SHOWN = 40
+"""Characters of a run's name, which may be as long as a file's, that are part of another name."""
 WORKER_LOG = "distributed.worker"
 TELL_S = 2.0
 """Longest wait for the scheduler to hear that a worker takes no part any more; the scheduler may be gone."""
@@ -93,7 +95,7 @@ class Terms:
     @property
     def memory(self) -> str:
         """Names the run's memory on each machine; every start begins with its own."""
-        return f"{self.run}-{self.session}"
+        return f"{self.run[:RUN_SHOWN]}-{self.session}"
 
 
 def terms_of(config: Config, run_dir: str, session: str) -> Terms:
