@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from graphs.tasks.training import publish
 from spotlight.records import Gradient, GradientPart, SpotlightError, Updated, WeightsRef
 from spotlight.rl.sums import tree_sum
 from spotlight.store import updates, weights
+from spotlight.store.objects import DirectoryObjects
 
 FIRST = WeightsRef(version=0, sha256="0" * 64)
 SLICES = (["0", "1"], ["2"])
@@ -126,3 +128,23 @@ def test_publishing_again_leaves_the_gradients_of_the_next_iteration(tmp_path: P
 
         assert sorted(path.name for path in (tmp_path / "updates").iterdir()) == ["00002", "notes"]
         assert updates.load(tmp_path, 2, later).keys() == tensors.keys()
+
+
+def test_a_folder_may_go_while_what_is_kept_is_listed(tmp_path: Path) -> None:
+    """As where a worker that was taken for dead publishes what another one has published."""
+    objects, is_over = DirectoryObjects(tmp_path), threading.Event()
+
+    def come_and_go() -> None:
+        while not is_over.is_set():
+            for iteration in range(8):
+                objects.put(f"updates/{iteration:05d}/a.json", b"a", durable=False)
+            updates.clear_until(tmp_path, 7)
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        for _ in range(1_000):
+            assert set(objects.sizes("updates").values()) <= {1}
+    finally:
+        is_over.set()
+        other.join()

@@ -181,7 +181,9 @@ class DirectoryObjects:
         return True
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        whole = sorted(path for path in (self.path / prefix).glob("**/*") if not path.name.endswith(".part"))
+        walked = os.walk(self.path / prefix)  # which minds no folder that goes meanwhile
+        found = (Path(folder, name) for folder, _, names in walked for name in names)
+        whole = sorted(path for path in found if not path.name.endswith(".part"))
         keys = (str(path.relative_to(self.path)) for path in whole)
         return {key: size for key in keys if (size := self.size(key)) is not None}
 
