@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -297,6 +298,19 @@ def test_of_two_notices_at_once_the_one_with_less_time_left_counts(tmp_path: Pat
     notice = hear(f"file:{late}", f"file:{soon}")
 
     assert notice.deadline_s == TOLD
+
+
+def test_beside_the_main_thread_which_alone_gets_signals_other_sources_are_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a worker of a `LocalCluster(processes=False)`."""
+    (tmp_path / "gone").touch()
+
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(hear, "sigterm", f"file:{tmp_path / 'gone'}").result(WAIT_S)
+
+    assert found.source == "file"
+    assert "this worker does not hear SIGTERM" in caplog.text
 
 
 def test_without_sources_there_is_never_a_notice() -> None:

@@ -100,16 +100,18 @@ async def first_notice(sources: Sequence[Source]) -> Notice:
 
 @record
 class Signalled:
-    """A signal to this process; needs the event loop of the main thread."""
+    """A signal to this process; in an event loop that is not the main thread's, none is heard."""
 
     signal: signal.Signals
     grace_s: float
 
     async def notice(self) -> Notice:
-        arrived = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(self.signal, arrived.set)
+        arrived, name = asyncio.Event(), self.signal.name
+        try:
+            asyncio.get_running_loop().add_signal_handler(self.signal, arrived.set)
+        except (RuntimeError, ValueError) as error:
+            logger.warning("this worker does not hear %s: %s", name, error)
         await arrived.wait()
-        name = self.signal.name
         return Notice(source=name.lower(), reason=f"{name} arrived", deadline_s=wall_clock() + self.grace_s)
 
 

@@ -325,11 +325,7 @@ class Member:
         assert self._pool
         terms, worker = self._terms, self._worker
         with _signals_as_before():
-            try:
-                notice = await first_notice(sources(terms.notices[self._pool], grace_s=terms.grace_s[self._pool]))
-            except (RuntimeError, ValueError) as error:  # signals come to main threads only
-                logger.warning("this worker hears no notices: %s", error)
-                return
+            notice = await first_notice(sources(terms.notices[self._pool], grace_s=terms.grace_s[self._pool]))
         self._noticed = True
         last = threading.Timer(max(0.0, notice.deadline_s - wall_clock()), os._exit, (0,))  # whatever hangs by then
         last.daemon = True
