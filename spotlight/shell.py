@@ -482,7 +482,8 @@ def _report(parsed: argparse.Namespace) -> None:
     from spotlight.report import write_report
 
     with writing(parsed.run_dir):
-        print(write_report(parsed.run_dir))
+        report = write_report(parsed.run_dir)
+    print(report)
 
 
 def _cost(parsed: argparse.Namespace) -> None:
@@ -546,7 +547,8 @@ def _export(parsed: argparse.Namespace) -> None:
     from spotlight.rl.export import export_weights
 
     with writing(parsed.to):
-        print(export_weights(parsed.run_dir, parsed.to, parsed.version, parsed.policy, merged=parsed.merged))
+        exported = export_weights(parsed.run_dir, parsed.to, parsed.version, parsed.policy, merged=parsed.merged)
+    print(exported)
 
 
 def _sample(parsed: argparse.Namespace) -> None:
@@ -555,7 +557,8 @@ def _sample(parsed: argparse.Namespace) -> None:
 
     options = {"seeds": parsed.seeds, "steps": parsed.steps, "version": parsed.version}
     with writing(parsed.to):
-        print(sample(parsed.run_dir, parsed.prompt, parsed.to, **options))
+        drawn = sample(parsed.run_dir, parsed.prompt, parsed.to, **options)
+    print(drawn)
 
 
 def _completion(parsed: argparse.Namespace) -> None:

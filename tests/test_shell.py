@@ -33,6 +33,7 @@ from spotlight.display import _asked_to_stop, _Display, _facts, status_table
 from spotlight.records import Drained, SpotlightError, Stopped, WorkerLife
 from spotlight.run import Run
 from spotlight.shell import EXAMPLES, main
+from spotlight.simulation import Simulation
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.lease import Lease
@@ -476,6 +477,21 @@ sys.exit(main())
 
 def test_a_reader_that_is_gone_ends_a_verb_quietly() -> None:
     command = [sys.executable, "-m", "spotlight", "completion"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        said = process.stderr.read()
+
+    assert said == ""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_reader_that_is_gone_is_not_taken_for_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """Unbuffered, as in many containers: there, what is printed is written at once."""
+    run = Simulation("a", load(settings_file(tmp_path), ["run.iterations=1"]), "modelled")
+    run.go(report=False)
+    command = [sys.executable, "-u", "-m", "spotlight", "report", run.directory.url]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stderr

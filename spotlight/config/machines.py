@@ -259,7 +259,7 @@ class SimulationSection(Section):
     """
 
     hours: float = Field(0.0, ge=0, le=1e5)
-    """A simulated run ends after so many hours of its clock at the latest; 0: no limit."""
+    """A simulated run ends after so many hours at the latest; those of a paced one are emulated. 0: no limit."""
     target: float = Field(0.0, ge=0, lt=1)
     """A simulated run ends when it reaches this validation score; 0 is no target."""
     learning: Literal["modelled", "real"] = "modelled"
