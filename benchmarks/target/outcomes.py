@@ -63,7 +63,7 @@ def until(row: Row, target: float, field: str) -> float:
 
 
 def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], count: int, *, last: bool = False) -> int | None:
-    """The trial whose tuning runs came soonest to their target, then highest; None before all are made.
+    """The trial whose tuning runs came soonest to their target, by the median, then highest; None before all are made.
 
     A single trial is not chosen, and needs no tuning runs.
     """
@@ -77,7 +77,7 @@ def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], count: int, *
         if len(mine) < len(tuning):
             return None
         times = [until(row, target, "seconds") for row in mine]
-        ranks.append((statistics.fmean(times), -statistics.fmean(curve(row)[-1][1] for row in mine), trial))
+        ranks.append((statistics.median(times), -statistics.fmean(curve(row)[-1][1] for row in mine), trial))
     return min(ranks)[-1]
 
 
