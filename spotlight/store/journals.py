@@ -70,7 +70,7 @@ class Journals:
         parts = self._objects.sizes(_folder(name))
         here = path.stat().st_size if path.is_file() else 0
         known = here if name in self._pulled and not anew and name not in self._rewritten else 0
-        content, last, ours = b"", (0, 0), 0
+        content, last, ours = bytearray(), (0, 0), 0
         for key, size in parts.items():
             start, at = int(key.rpartition("/")[2]), known + len(content)
             if start + size <= known:
