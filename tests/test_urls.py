@@ -730,6 +730,26 @@ def test_who_looks_at_a_run_at_a_url_takes_nothing_from_its_driver_on_this_machi
     assert RunDir.open(run.url).rows(SPANS) == rows
 
 
+@pytest.mark.parametrize("looks_meanwhile", [True, False])
+def test_who_watches_from_elsewhere_sees_a_history_that_was_cut_off_as_it_goes_on(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks_meanwhile: bool
+) -> None:
+    """As that of a run whose last weights were deleted: its resumed driver does these iterations again."""
+    run.append(HISTORY, *({"iteration": each} for each in range(12)))
+    watcher = on_another_machine(tmp_path, monkeypatch, run)
+    assert watcher.count(HISTORY) == 12
+
+    run.rewrite(HISTORY, run.rows(HISTORY)[:9])
+    if looks_meanwhile:
+        watcher.pull()
+        assert watcher.rows(HISTORY) == run.rows(HISTORY)
+    run.append(HISTORY, *({"iteration": each, "again": True} for each in range(9, 14)))
+    watcher.pull()
+
+    assert watcher.rows(HISTORY) == run.rows(HISTORY)
+    assert watcher.count(HISTORY) == 14
+
+
 def test_what_older_versions_set_aside_is_still_known(run: RunDir) -> None:
     aside = Quarantined(request=make_request(), preemptions=5)
     run.append(QUARANTINED, row_of(aside))
