@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
 from spotlight.records import SpotlightError
 
@@ -151,6 +152,23 @@ def _leads_in_a_circle(path: str) -> bool:
     return False
 
 
+def kind_of(path: str | Path) -> Literal["", "file", "directory", "other"]:
+    """What is at a path that a person named; "" where there is nothing.
+
+    Raises:
+        SpotlightError: the system does not say, as of what is in a directory into which this user may not look.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of what is no path
+        return ""
+    except OSError as error:
+        raise SpotlightError(
+            f"{shown(str(path))}: cannot be looked at: {error.strerror}; name what this user may read"
+        ) from None
+    return "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
+
+
 def read_bytes(path: str | Path, what: str) -> bytes:
     """All of a file.
 
@@ -186,7 +204,7 @@ def read_files(path: str | Path, what: str) -> dict[str, bytes]:
         SpotlightError: as `read_bytes`; all of them together may have as many bytes as one file.
     """
     path = Path(path)
-    if not path.is_dir():
+    if kind_of(path) != "directory":
         return {"": read_bytes(path, what)}
     found: dict[str, bytes] = {}
     try:

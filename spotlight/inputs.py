@@ -8,13 +8,12 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import cast
 
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
 from spotlight.demands import check_demands
-from spotlight.files import shown
+from spotlight.files import kind_of, shown
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
 from spotlight.plan.durations import TaskDurations
@@ -102,11 +101,11 @@ def check_inputs(
         from spotlight.store.zarr_store import check_url
 
         check_url(settings.latents.url)
-    if model.path and model.embedded and not Path(model.path).is_file():
+    if model.path and model.embedded and kind_of(model.path) != "file":
         raise SpotlightError(
             f"model.path = {model.path!r}: no such file; give one that examples/pretrain_tiny.py wrote, or leave it out"
         )
-    if model.path and not model.embedded and not Path(model.path).is_dir():
+    if model.path and not model.embedded and kind_of(model.path) != "directory":
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
     if model.name in checkpoints.FAMILIES:
         found = checkpoints.survey(model.name, model.path)

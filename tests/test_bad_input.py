@@ -20,6 +20,7 @@ import pytest
 
 from runs import PROMPTS, WAIT_S, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config, driver
+from spotlight.inputs import check_inputs
 from spotlight.records import SpotlightError
 from spotlight.run import Run
 from spotlight.shell import main
@@ -251,6 +252,33 @@ def test_a_run_of_a_user_who_lets_nobody_look_into_it_is_named(tmp_path: Path, s
                         look(run.path)
         finally:
             os.chmod(run.path / shut, 0o755)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["data.train_prompts={}"],
+        ["model.path={}"],
+        ["pools.spot.prices={}"],
+        ["reward.name=clip-score", "reward.path={}"],
+        ["train.lora_rank=4", "train.lora_path={}"],
+    ],
+)
+def test_what_lies_where_this_user_may_not_look_is_named(tmp_path: Path, changes: list[str]) -> None:
+    file = settings_file(tmp_path)
+    check_inputs(config.load(file))  # which imports what it needs: root's Python may not be another user's to read
+    with tempfile.TemporaryDirectory() as theirs:
+        os.chmod(theirs, 0o000)
+        settings = config.load(file, [change.format(f"{theirs}/it") for change in changes])
+        with _as_somebody_else(), pytest.raises(SpotlightError, match=f"{theirs}/it.*: Permission denied"):
+            check_inputs(settings)
+
+
+def test_settings_where_this_user_may_not_look_are_named() -> None:
+    with tempfile.TemporaryDirectory() as theirs:
+        os.chmod(theirs, 0o000)
+        with _as_somebody_else(), pytest.raises(SpotlightError, match=f"{theirs}/it.*: Permission denied"):
+            config.load(f"{theirs}/it")
 
 
 @contextlib.contextmanager

@@ -204,6 +204,19 @@ def test_the_last_rows_are_found_and_numbered_however_long_they_are(tmp_path: Pa
         run.last(EVENTS, dict[str, int], 3)
 
 
+def test_a_row_counts_that_is_as_long_as_the_torn_one_whose_place_it_takes(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    (tmp_path / EVENTS).write_bytes(b'{"at":1}\n{"at": 123')
+    assert run.count(EVENTS) == 1
+
+    counts = []
+    for at in (23, 4):
+        run.append(EVENTS, {"at": at})
+        counts.append(run.count(EVENTS))
+
+    assert counts == [2, 3]
+
+
 def test_rows_are_counted_as_they_come_and_anew_where_a_journal_became_shorter(tmp_path: Path) -> None:
     run, counts = RunDir(tmp_path), []
     for rows in (1, 2):

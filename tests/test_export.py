@@ -318,6 +318,16 @@ def test_a_version_that_is_not_there_is_answered_with_those_that_are(pipeline: P
         export_weights(run_dir, tmp_path / "lora", version=7)
 
 
+def test_a_version_is_exported_though_others_are_damaged(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path, versions=3)
+    for damaged in ("v00000", "v00002"):
+        (run_dir / "weights" / damaged / "manifest.json").write_text("")
+
+    assert export_weights(run_dir, tmp_path / "lora", version=1).exists()
+    with pytest.raises(SpotlightError, match="no weights version 7; it has 0, 1, 2"):
+        export_weights(run_dir, tmp_path / "other", version=7)
+
+
 def test_a_run_that_published_nothing_says_so(pipeline: Path, tmp_path: Path) -> None:
     run_dir = make_run(pipeline, tmp_path, versions=0)
 

@@ -512,6 +512,12 @@ def lose_weights(directory: Path) -> None:
     file.unlink()
 
 
+def leave_out_where_a_tensor_lies(directory: Path) -> None:
+    (file,) = (directory / "vae").glob("*.safetensors")
+    header = json.dumps({"a": {"dtype": "F32", "shape": [0], "data_offsets": []}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 123\n"
 
 
@@ -552,6 +558,7 @@ BROKEN = {
     "class": (break_transformer_class, r"transformer/config\.json: .*'UNet2DConditionModel'"),
     "cut short": (cut_short, r"vae/.*safetensors: damaged or cut short"),
     "header": (lie_of_the_header, rf"vae/.*safetensors: damaged or cut short \(a header of {2**40} bytes\)"),
+    "offsets": (leave_out_where_a_tensor_lies, r"vae/.*safetensors: damaged or cut short"),
     "pickled": (pickle_weights, r"transformer: its weights are pickled \(diffusion_pytorch_model\.bin\)"),
     "no index": (lose_index, "has no model_index.json"),
     "no weights": (lose_weights, r"vae: has no \.safetensors file"),

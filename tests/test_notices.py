@@ -95,6 +95,7 @@ def test_a_file_that_says_when_and_why_is_believed(tmp_path: Path, number: Calla
         b"[1]",
         b'{"deadline_s": "soon"}',
         b'{"deadline_s": NaN}',
+        pytest.param(b'{"deadline_s": 1795249325000}', id="milliseconds"),
         b'{"deadline_s": tr',
         pytest.param(b"[" * 100_000, id="nested"),
     ],

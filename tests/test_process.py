@@ -272,6 +272,24 @@ def test_a_killed_engine_is_replaced_and_its_work_goes_on(engine: EngineProcess,
     assert done.steps_resumed >= 1
 
 
+class EndedCall:
+    """Its process is ended by a signal that has no name of its own."""
+
+    verb = "ended"
+
+    def on(self, device: Device, run_dir: str) -> None:
+        os.kill(os.getpid(), signal.SIGRTMIN + 6)
+
+
+def test_an_engine_that_a_signal_without_a_name_ended_is_replaced(engine: EngineProcess, tmp_path: Path) -> None:
+    first = engine.pid
+
+    with pytest.raises(EngineLost, match="Real-time signal 6"):
+        engine.call(str(tmp_path), EndedCall(), lambda beat: None)  # type: ignore[arg-type]
+
+    assert engine.pid != first
+
+
 def test_a_frozen_engine_is_ended_after_the_limit(engine: EngineProcess, run: RunDir, slow: Request) -> None:
     frozen = Met(lambda: os.kill(engine.pid, signal.SIGSTOP))
     first = engine.pid

@@ -27,6 +27,7 @@ from spotlight.config import RewardSection
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.rewards import build, score
 from spotlight.rl.rewards import server as reward_server
+from spotlight.rl.rewards.base import Unreachable
 from spotlight.rl.rewards.server import KEY, ChatOcrScorer, ChatScorer, HttpScorer, number_in
 
 IMAGES = np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1).repeat(3, axis=-1)
@@ -230,6 +231,26 @@ def test_a_server_that_is_busy_is_waited_for_and_no_attempt_is_lost(code: int) -
 
     assert (values, errors) == (EXPECTED, [])
     assert len(server.asked) == 4
+
+
+def test_a_busy_server_whose_page_breaks_off_is_waited_for() -> None:
+    broken_off = b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n10\r\nbusy"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection, connection.makefile("rwb") as file:
+                length = next(int(line.split()[1]) for line in file if line.lower().startswith(b"content-length"))
+                assert b"prompts" in file.read(length + 2)
+                file.write(broken_off)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            with pytest.raises(Unreachable, match="answered 503"):
+                HttpScorer(f"http://127.0.0.1:{listening.getsockname()[1]}")(IMAGES, PROMPTS)
+        finally:
+            thread.join()
 
 
 def test_a_server_that_is_started_late_is_waited_for() -> None:

@@ -859,6 +859,14 @@ def spot_jobs(run_dir: Path) -> slurm_jobs.SlurmJobs:
     return slurm_jobs.SlurmJobs("tcp://127.0.0.1:1", name="spot-0", job=job)
 
 
+def test_a_worker_of_anothers_naming_is_in_no_job(tmp_path: Path) -> None:
+    jobs = spot_jobs(tmp_path)
+
+    found = [jobs.has(name) for name in ("spot-0", "spot-mine", "spot-", "spot-01", "reserved-0", "spot")]
+
+    assert found == [True, *[False] * 5]
+
+
 def commands(where: Path, monkeypatch: pytest.MonkeyPatch, **does: str) -> None:
     """Commands of Slurm, by what a shell does for them."""
     for command, script in does.items():

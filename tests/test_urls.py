@@ -17,6 +17,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn, cast
 from uuid import uuid4
 
@@ -452,6 +453,18 @@ def test_a_journal_comes_in_parts_and_goes_on_elsewhere(
     assert (there / "rows").read_text() == "row 0 of them\n"
 
 
+def test_a_long_journal_is_copied_in_time_in_proportion_to_its_length(tmp_path: Path) -> None:
+    part = (b"x" * 1023 + b"\n") * 64
+    parts = {f"journals/rows/{number * len(part):015d}": len(part) for number in range(1500)}
+    objects: Any = SimpleNamespace(sizes=lambda folder: parts, get=lambda key: part)
+    began_s = time.process_time()
+
+    Journals(objects, tmp_path, ()).pull("rows", anew=True)
+
+    assert (tmp_path / "rows").stat().st_size == sum(parts.values())
+    assert time.process_time() - began_s < 3.0  # if all that came before is copied with each part, ten times as long
+
+
 def write(journal: Path, of: Journals, rows: range) -> None:
     for row in rows:
         with journal.open("a") as file:
@@ -715,6 +728,26 @@ def test_who_looks_at_a_run_at_a_url_takes_nothing_from_its_driver_on_this_machi
         run.append(SPANS, rows[1])
 
     assert RunDir.open(run.url).rows(SPANS) == rows
+
+
+@pytest.mark.parametrize("looks_meanwhile", [True, False])
+def test_who_watches_from_elsewhere_sees_a_history_that_was_cut_off_as_it_goes_on(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks_meanwhile: bool
+) -> None:
+    """As that of a run whose last weights were deleted: its resumed driver does these iterations again."""
+    run.append(HISTORY, *({"iteration": each} for each in range(12)))
+    watcher = on_another_machine(tmp_path, monkeypatch, run)
+    assert watcher.count(HISTORY) == 12
+
+    run.rewrite(HISTORY, run.rows(HISTORY)[:9])
+    if looks_meanwhile:
+        watcher.pull()
+        assert watcher.rows(HISTORY) == run.rows(HISTORY)
+    run.append(HISTORY, *({"iteration": each, "again": True} for each in range(9, 14)))
+    watcher.pull()
+
+    assert watcher.rows(HISTORY) == run.rows(HISTORY)
+    assert watcher.count(HISTORY) == 14
 
 
 def test_what_older_versions_set_aside_is_still_known(run: RunDir) -> None:

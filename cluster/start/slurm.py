@@ -94,9 +94,9 @@ class SlurmJobs(ProcessInterface):
 
     def has(self, worker: str) -> bool:
         """Whether the job runs the worker of this name."""
-        pool, _, number = worker.rpartition("-")
         first = self._job["first"]
-        return pool == self._job["pool"] and int(number) in range(first, first + self._job["section"].workers_per_node)
+        numbers = range(first, first + self._job["section"].workers_per_node)
+        return worker in (f"{self.pool}-{number}" for number in numbers)
 
     def evict(self) -> None:
         """Cancel the present job, which may not answer; another is submitted."""

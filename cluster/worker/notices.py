@@ -12,7 +12,6 @@ import contextlib
 import io
 import json
 import logging
-import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPMessage, HTTPResponse
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
@@ -158,7 +158,7 @@ class WatchedFile:
         if not isinstance(said, dict):
             said = {}
         deadline_s = said.get("deadline_s")
-        told = isinstance(deadline_s, float) and math.isfinite(deadline_s)
+        told = isinstance(deadline_s, float) and abs(deadline_s) < TIMEOUT_MAX  # not NaN, and not milliseconds
         deadline_s = on_wall_clock(deadline_s) if told else wall_clock() + self.grace_s
         return Notice(source="file", reason=str(said.get("reason", f"{self.path} appeared")), deadline_s=deadline_s)
 

@@ -20,7 +20,7 @@ from pydantic import (
 from spotlight.config.learning import FILES_IN_OPTIONS, RewardSection
 from spotlight.config.section import Section
 from spotlight.config.settings import Config
-from spotlight.files import absolute, is_text, read_bytes, shown
+from spotlight.files import absolute, is_text, kind_of, read_bytes, shown
 from spotlight.records import SpotlightError
 
 RESOLVED = "config.toml"
@@ -48,9 +48,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not str(path).strip():  # an unset variable of a shell
         raise SpotlightError(f"{str(path)!r} is no settings file: name one; examples/ holds some to start from")
     path = Path(path)
-    if not path.exists():
+    if not kind_of(path):
         raise SpotlightError(f"{path}: no such settings file; examples/ holds some to start from")
-    if (path / RESOLVED).is_file():
+    if kind_of(path / RESOLVED) == "file":
         resume = f"`spotlight resume {shlex.quote(str(path))}`"
         raise SpotlightError(f"{path}: is a run, and no settings file: {resume} goes on with it")
     return parse(read_bytes(path, "a settings file"), path.parent, str(path), overrides)

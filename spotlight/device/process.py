@@ -283,7 +283,7 @@ def keep_freed_memory() -> None:
 def _exit_reason(code: int | None) -> str:
     if code == -signal.SIGKILL:
         return "SIGKILL (killed from outside, as by the system when its memory is full)"
-    return f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+    return f"signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else f"exit code {code}"
 
 
 def serve(

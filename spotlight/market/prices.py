@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from spotlight.files import read_bytes, shown
+from spotlight.files import kind_of, read_bytes, shown
 from spotlight.market.ledger import LATEST_S, Price
 from spotlight.records import SpotlightError
 
@@ -56,7 +56,7 @@ def read_prices(path: str | Path) -> Price:
         SpotlightError: the file or a line of it is not usable; the text says which and why.
     """
     path = Path(path)
-    if not path.exists():
+    if not kind_of(path):
         raise SpotlightError(f"{path}: no such file of prices; give a CSV file of time,usd_per_h")
     try:
         lines = [line.strip() for line in read_bytes(path, "a CSV file of prices").decode("utf-8-sig").splitlines()]

@@ -294,7 +294,7 @@ def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         size = file.stat().st_size
         if size != expected:
             raise ValueError(f"{size} bytes instead of {expected}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise SpotlightError(f"{file}: damaged or cut short ({error}); copy it anew") from None
     return found
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.files import read_bytes
+from spotlight.files import kind_of, read_bytes
 from spotlight.records import Prompt, SpotlightError
 
 COLUMNS = ("prompt", "text", "caption", "input")
@@ -38,7 +38,7 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
         SpotlightError: the file is missing, cannot be read, or has no prompt in it; or a row has none.
     """
     path = Path(path)
-    if path.is_dir():
+    if kind_of(path) == "directory":
         rows = _rows_of_dataset(path)
     elif path.suffix.lower() == ".parquet":
         rows = _rows_of_parquet(path)

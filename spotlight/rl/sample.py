@@ -18,6 +18,7 @@ from spotlight.records import SpotlightError, WeightsRef
 from spotlight.rl import flow, models
 from spotlight.store import weights
 from spotlight.store.rundir import RunDir
+from spotlight.store.versions import versions_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 """Image formats that are written, by the file's ending."""
@@ -152,14 +153,12 @@ def find_version(run_dir: str, version: int | None) -> WeightsRef:
     Raises:
         SpotlightError: there is none, or not that one; the text says which there are.
     """
-    latest = weights.latest(run_dir)
-    if latest is None:
+    if version is not None:
+        version = whole_number(version, "version")
+    found = weights.latest(run_dir) if version is None else weights.published(run_dir, version)
+    if found is not None:
+        return found.weights
+    there = ", ".join(map(str, versions_of(run_dir).numbers()))
+    if not there:
         raise SpotlightError(f"{run_dir}: no weights were published yet; let the run finish an iteration")
-    if version is None:
-        return latest.weights
-    version = whole_number(version, "version")
-    found = weights.published(run_dir, version)
-    if found is None:
-        there = [str(number) for number in range(latest.weights.version + 1) if weights.published(run_dir, number)]
-        raise SpotlightError(f"{run_dir}: has no weights version {version}; it has {', '.join(there)}")
-    return found.weights
+    raise SpotlightError(f"{run_dir}: has no weights version {version}; it has {there}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from spotlight.config import TrainSection
-from spotlight.files import shown
+from spotlight.files import kind_of, shown
 from spotlight.records import SpotlightError
 from spotlight.rl.checkpoints import tensors
 
@@ -84,7 +84,7 @@ def _file(path: Path) -> Path:
     Raises:
         SpotlightError: there is none.
     """
-    places = [path / name for name in FILES] if path.is_dir() else [path]
+    places = [path / name for name in FILES] if kind_of(path) == "directory" else [path]
     file = next((place for place in places if place.is_file() and place.suffix == ".safetensors"), None)
     if file is None:
         raise SpotlightError(

@@ -45,9 +45,7 @@ class Journals:
             return
         if size == pushed:
             return
-        with path.open("rb") as file:
-            file.seek(start)
-            content = file.read(size - start)
+        content = _read(path, start, size)
         content = content[: content.rfind(b"\n") + 1]
         self._objects.put(_key(name, start), content)
         end = start + len(content)
@@ -60,17 +58,23 @@ class Journals:
         self._objects.delete(*(key for key in self._objects.sizes(_folder(name)) if key != _key(name, 0)))
         self._pushed[name] = (0, path.stat().st_size)
 
-    def pull(self, name: str, *, anew: bool) -> None:
+    def pull(self, name: str, *, anew: bool) -> bool:
         """Copy a journal from the store to this machine.
 
         Args:
             anew: whether all of it is read, not only what is new: what was here and never put is lost then.
+
+        Returns:
+            Whether all of it was read because it does not begin with what is here any more: it was replaced.
         """
         path = self._directory / name
         parts = self._objects.sizes(_folder(name))
         here = path.stat().st_size if path.is_file() else 0
         known = here if name in self._pulled and not anew and name not in self._rewritten else 0
-        content, last, ours = b"", (0, 0), 0
+        if known > sum(parts.values()):
+            self.pull(name, anew=True)
+            return True
+        content, last, ours = bytearray(), (0, 0), 0
         for key, size in parts.items():
             start, at = int(key.rpartition("/")[2]), known + len(content)
             if start + size <= known:
@@ -78,7 +82,11 @@ class Journals:
                 continue
             if start > at or (start < at and content):  # of a journal before it was replaced
                 break
-            content += (self._objects.get(key) or b"")[at - start :]
+            part = self._objects.get(key) or b""
+            if known and not content and part[: at - start] != _read(path, start, at):
+                self.pull(name, anew=True)
+                return True
+            content += part[at - start :]
             last, ours = (start, start + size), ours + 1
         if anew:  # another may have written it since this one did
             self._stale[name] = list(parts)[ours:]
@@ -92,6 +100,7 @@ class Journals:
         elif not known:
             with atomic_write(path) as whole:
                 whole.write(content)
+        return False
 
     def _in_store(self, name: str) -> tuple[int, int]:
         parts = self._objects.sizes(_folder(name))
@@ -100,6 +109,12 @@ class Journals:
         key, size = max(parts.items())
         start = int(key.rpartition("/")[2])
         return start, start + size
+
+
+def _read(path: Path, start: int, stop: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
 
 
 def _folder(name: str) -> str:

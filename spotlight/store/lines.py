@@ -77,8 +77,10 @@ class Lines:
         if size > known_bytes:
             with path.open("rb") as file:
                 file.seek(known_bytes)
-                lines += file.read(size - known_bytes).count(b"\n")
-        self._counted[journal] = (size, lines)
+                content = file.read(size - known_bytes)
+            lines += content.count(b"\n")
+            known_bytes += content.rfind(b"\n") + 1  # a torn line is cut off, and another one takes its place
+        self._counted[journal] = (known_bytes, lines)
         return lines
 
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:

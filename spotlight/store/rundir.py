@@ -177,10 +177,10 @@ class RunDir:
 
     def _pull(self, *, anew: bool) -> None:
         assert self._journals, "a directory is all there is of a run in it"
-        for journal in JOURNALS:
-            self._journals.pull(journal, anew=anew)
-        if anew:
+        replaced = [self._journals.pull(journal, anew=anew) for journal in JOURNALS]
+        if anew or any(replaced):
             self._lines.recount()
+        if anew:
             self.fetch("prompts")
             self.fetch("prices")
 

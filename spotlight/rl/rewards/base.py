@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.files import shown
+from spotlight.files import kind_of, shown
 from spotlight.records import Prompt, SpotlightError, is_of_the_device
 from spotlight.rl.checkpoints import require_class, weight_files
 
@@ -102,7 +102,7 @@ def checkpoint(path: str, setting: str = "reward.path") -> Path:
         SpotlightError: it is not given, is no directory, or lacks a file.
     """
     directory = Path(path)
-    if not path or not directory.is_dir():
+    if not path or kind_of(directory) != "directory":
         found = f"{path}: no such directory" if path else "no checkpoint is named"
         raise SpotlightError(f"{found}; {setting} must name one in safetensors, as transformers saves it")
     require_class(directory, None)

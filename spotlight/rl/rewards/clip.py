@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.files import shown
+from spotlight.files import kind_of, shown
 from spotlight.records import SpotlightError
 from spotlight.rl.checkpoints import require_class, require_tokenizer, tensors
 from spotlight.rl.rewards.base import Scorer, checkpoint, network
@@ -159,7 +159,7 @@ class AestheticScorer(ClipScorer):
     def __init__(self, path: str, *, head: str) -> None:
         super().__init__(path)
         self._head = Path(head)
-        if self._head.suffix != ".safetensors" or not self._head.is_file():
+        if self._head.suffix != ".safetensors" or kind_of(head) != "file":
             raise SpotlightError(
                 f"reward.options.head = {head!r}: no such .safetensors file, and the layers of the aesthetic predictor "
                 "are read from one: name it"

@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -226,7 +227,7 @@ def _body_of(error: urllib.error.HTTPError) -> str:
     try:
         with error:
             text = error.read(SAID_MAX + 1).decode(errors="replace").strip()
-    except OSError:
+    except (OSError, HTTPException):
         text = ""
     return f": {_start_of(text)}" if text else ""
 
