@@ -1,7 +1,7 @@
 """What the whole system costs compared with a bare loop of the same model and batch, on one worker.
 
-Both run in the same worker process, in turn, several times; the figure is the median of the pairs'
-ratios. ``python -m benchmarks.overhead`` prints a table in Markdown.
+Both run on the same worker, in turn, several times: the bare loop in the worker's process, the system in its
+engine's. The figure is the median of the pairs' ratios. ``python -m benchmarks.overhead`` prints a table in Markdown.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What TLS costs: the same iterations on two clusters, one with it and one without, in turn.
 
 Both clusters are up all the time, and one of them works at a time, so that other load on the machine affects both
-alike. An iteration is a quarter of the demo's, so TLS weighs more here than there. The figure is the median of the
-pairs' ratios, with its 95 % interval by resampling the pairs. CPU seconds are those of all processes: other load
-changes them little. ``python -m benchmarks.tls`` prints a table in Markdown.
+alike. An iteration has half of the demo's samples and a quarter of its candidates, and takes two thirds as long, so TLS
+weighs more here than there. The figure is the median of the pairs' ratios, with its 95 % interval by resampling the
+pairs. CPU seconds are those of all processes: other load changes them little. ``python -m benchmarks.tls`` prints a
+table in Markdown.
 """
 
 from __future__ import annotations
