@@ -148,11 +148,12 @@ class Feeder:
         at = self.chance.randrange(len(self.ending)) if self.ending else -1
         if at < 0:
             return
-        _, keys, addresses = self.ending.pop(at)
+        _, keys, addresses = self.ending[at]
         gone = addresses[0]
         name = next((worker for worker, where in self.dispatch.state.snapshot().workers.items() if where == gone), "")
         if not name.startswith("spot"):
             return
+        del self.ending[at]
         self.dispatch.handle(WorkerLeft(at_s=now_s, address=gone, expected=self.chance.random() < 0.4))
         for key in keys:
             for state in ("released", "gated"):

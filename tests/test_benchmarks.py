@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from benchmarks import algorithms, fixed_costs, planner
+from benchmarks import algorithms, dashboard, fixed_costs, planner
 from benchmarks.bandits.policies import ITERATIONS, Trial, Unexplored, explore
 from benchmarks.bandits.rewards import SCENARIOS
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.dispatch.rules import Rules
 from runs import ROOT
 from spotlight.simulation import Simulation
 
@@ -96,6 +99,18 @@ def test_a_benchmark_that_is_asked_for_nothing_that_there_is_says_what_there_is(
         main()
 
     assert "contains 'nothing': " in capsys.readouterr().err
+
+
+def test_made_up_workers_go_on_where_one_was_chosen_to_be_lost_that_cannot_be() -> None:
+    """Reserved ones: there are no others among so few."""
+    feeder, at_s = dashboard.Feeder(Dispatcher(Rules()), Mock(), dashboard.RESERVED), 0.0
+    feeder.begin(at_s)
+
+    while at_s < 2.5 * dashboard.LOSS_S:
+        at_s += dashboard.TICK_S
+        feeder.tick(at_s, 0.0)
+
+    assert min(feeder.begun.values()) > at_s - 2 * dashboard.TASK_S  # no task lasts so long
 
 
 @pytest.mark.live
