@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks import at_least
 from spotlight.run import Run
 from spotlight.store.rows import HISTORY, VALIDATION
 from spotlight.store.rundir import RunDir
@@ -64,8 +65,8 @@ def _finish(directory: RunDir, done: int) -> tuple[float, float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40.0, help="time of iterations, after the first")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=at_least(0.0), default=40.0, help="time of iterations, after the first")
+    parser.add_argument("--seeds", type=at_least(1), default=3)
     parser.add_argument("--only", default="", help="run only settings whose name contains this")
     arguments = parser.parse_args()
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from distributed import Scheduler
 
+from benchmarks import at_least
 from cluster.dashboard.plugin import PAGE, PagePlugin, prepare
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.dispatch.events import (
@@ -276,8 +277,8 @@ async def _cpu_share(seconds: float) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--workers", type=at_least(1), default=100)
+    parser.add_argument("--seconds", type=at_least(0.1), default=20.0)
     parser.add_argument("--serve", type=int, metavar="PORT", help="serve the page on 127.0.0.1, until Ctrl-C")
     parsed = parser.parse_args(arguments)
     if parsed.serve is not None:

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import overhead
+from benchmarks import at_least, overhead
 from graphs.iteration import iteration_graph
 from graphs.layers import Graph
 from graphs.requests import rollout_requests, unexplored
@@ -518,15 +518,19 @@ def map_in_rate(device: torch.device, gb: float = 2.0) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--samples", type=int, default=512, help="samples of a batch, on a CPU (%(default)s)")
+    parser.add_argument("--turns", type=at_least(1), default=7)
+    parser.add_argument("--samples", type=at_least(1), default=512, help="samples of a batch, on a CPU (%(default)s)")
     parser.add_argument(
-        "--layers", type=int, default=QWEN_LAYERS, help="layers of the random transformer (%(default)s)"
+        "--layers", type=at_least(1), default=QWEN_LAYERS, help="layers of the random transformer (%(default)s)"
     )
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[512, 1280], help="image sizes in pixels, on a GPU (%(default)s)"
+        "--sizes",
+        type=at_least(1),
+        nargs="+",
+        default=[512, 1280],
+        help="image sizes in pixels, on a GPU (%(default)s)",
     )
-    parser.add_argument("--rank", type=int, default=32, help="rank of its LoRA (%(default)s)")
+    parser.add_argument("--rank", type=at_least(1), default=32, help="rank of its LoRA (%(default)s)")
     parser.add_argument("--only", choices=["passes", "engine"], help="only one of the two tables of a GPU")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="forms of its passes (all)")
     parser.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pprint import pprint
 from typing import Any
 
+from benchmarks import at_least
 from cluster.virtual.faults import Verdict, draw, verdict
 
 CHUNK = 200
@@ -67,9 +68,9 @@ def replay(seed: int, *, trace: bool) -> Verdict:
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", type=int, default=10_000)
+    parser.add_argument("--schedules", type=at_least(1), default=10_000)
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first schedule")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=at_least(1), default=1)
     parser.add_argument("--seed", type=int, help="run only this schedule, and print it")
     parser.add_argument("--trace", action="store_true", help="with --seed: print its events and instructions")
     arguments = parser.parse_args(given)

@@ -21,10 +21,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import at_least
 from benchmarks.target.cases import OURS, TRACE_SPEEDUP, Case
 from benchmarks.target.cases import SETTINGS as PACED
 from spotlight import config
-from spotlight.config import Config
+from spotlight.config import Config, SimulationSection
 from spotlight.market.ledger import pool_usd
 from spotlight.market.trace_files import write_trace
 from spotlight.market.trace_models import MODELS, synthesise
@@ -201,16 +202,27 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[P
         yield shape.name, model, partial(settings, shape, model)
 
 
+def fixed_costs(text: str) -> dict[str, Any]:
+    """Of ``--costs``: settings of ``[simulation]``, refused before a live run begins if they are none."""
+    found = json.loads(text)
+    return SimulationSection.model_validate(found).model_dump(include=found.keys())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="numbers of the clusters to run (all)"
+        "--shapes",
+        type=int,
+        nargs="*",
+        choices=range(len(SHAPES)),
+        default=range(len(SHAPES)),
+        help="numbers of the clusters to run (all)",
     )
     parser.add_argument("--models", nargs="*", default=sorted(MODELS), choices=sorted(MODELS))
     parser.add_argument(
         "--headline", nargs="*", choices=HEADLINE, metavar="NAME", help="rows of the headline instead of the clusters"
     )
-    parser.add_argument("--iterations", type=int, default=3, help="iterations of a row of the headline")
+    parser.add_argument("--iterations", type=at_least(1), default=3, help="iterations of a row of the headline")
     parser.add_argument(
         "--speedup", type=float, default=HEADLINE_SPEEDUP, help="emulated seconds in a real one, for such a row"
     )
@@ -219,7 +231,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--costs",
-        type=json.loads,
+        type=fixed_costs,
         default={},
         metavar="JSON",
         help="fixed costs, as benchmarks.fixed_costs prints them",

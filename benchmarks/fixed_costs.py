@@ -101,6 +101,10 @@ def measure() -> dict[str, float]:
         return {name: round(seconds, 4) for name, seconds in fixed_costs(live.directory, asked).items()}
 
 
-if __name__ == "__main__":
+def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(json.dumps(measure()))
+
+
+if __name__ == "__main__":
+    main()

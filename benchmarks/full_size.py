@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import at_least
 from benchmarks.target.cases import ROOT
 from spotlight import config
 from spotlight.config import Config
@@ -189,13 +190,17 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", type=Path, help="where the checkpoint is, or is written (a temporary directory)"
     )
-    parser.add_argument("--layers", type=int, default=60, help="layers of the published transformer, if it is written")
+    parser.add_argument(
+        "--layers", type=at_least(1), default=60, help="layers of the published transformer, if it is written"
+    )
     parser.add_argument("--px", type=int, default=512, help="edge of the images")
-    parser.add_argument("--iterations", type=int, default=2, help="iterations of each run")
+    parser.add_argument("--iterations", type=at_least(1), default=2, help="iterations of each run")
     parser.add_argument("--smoke", action="store_true", help="a tiny transformer at 32 px, on the CPU")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.px = 32
+    elif not torch.cuda.is_available():
+        parser.error("there is no GPU here; --smoke does without one")
     else:
         print(torch.cuda.get_device_name())
     with tempfile.TemporaryDirectory(prefix="full-size-") as name:

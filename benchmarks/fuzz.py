@@ -26,6 +26,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from benchmarks import at_least
 from graphs.loop import Loop, synchronous
 from spotlight import config
 from spotlight.clock import wall_clock
@@ -473,13 +474,13 @@ def fuzz(kind: str, cases: int, number: int | None = None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=100_000)
+    parser.add_argument("--cases", type=at_least(1), default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=KINDS, action="append")
     arguments = parser.parse_args()
     of = sum(share for _, _, share in KINDS.values())
     for kind in arguments.kind or KINDS:
-        cases, began_s = arguments.cases * KINDS[kind][2] // of, time.monotonic()
+        cases, began_s = max(1, arguments.cases * KINDS[kind][2] // of), time.monotonic()
         fuzz(kind, cases, arguments.seed)
         print(f"{kind}: {cases} cases in {time.monotonic() - began_s:.0f} s, no fault", flush=True)
 

@@ -27,6 +27,7 @@ import dask
 import psutil
 from distributed import Client, Worker
 
+from benchmarks import at_least
 from benchmarks.recovery import COLD_PATIENCE_S, ROOT, Live, live
 from cluster.worker.process import own_fork_server
 from spotlight.device.process import end_with_parent
@@ -361,10 +362,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; default: all")
     parser.add_argument(
-        "--trials", type=int, default=10, help="workers that join, of each kind, and drivers that are killed"
+        "--trials", type=at_least(1), default=10, help="workers that join, of each kind, and drivers that are killed"
     )
-    parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to watch the scheduler")
+    parser.add_argument("--workers", type=at_least(3), default=64)
+    parser.add_argument("--seconds", type=at_least(1.0), default=60.0, help="how long to watch the scheduler")
     parser.add_argument("--px", type=int, default=1280, help="size of the images whose durations are emulated")
     parser.add_argument("--smoke", action="store_true", help="each part once, with four workers, for some seconds")
     parser.add_argument("--save", type=Path, help="also write the numbers to this JSON file")
@@ -393,7 +394,7 @@ def main() -> None:
         else:
             saved[part] = found = scheduler_share(workers, seconds, arguments.px)
             print(f"\n| {' | '.join(found)} | goal |\n|{'---|' * (len(found) + 1)}")
-            print(f"| {' | '.join(f'{value:.3g}' for value in found.values())} | {SCHEDULER_GOAL:g} |")
+            print(f"| {' | '.join(f'{value:.4g}' for value in found.values())} | {SCHEDULER_GOAL:g} |")
         saved[f"{part}_load"] = load
     if arguments.save:
         arguments.save.write_text(json.dumps(saved) + "\n")

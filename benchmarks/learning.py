@@ -19,6 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from benchmarks import at_least
 from spotlight import config
 from spotlight.simulation import Simulation
 
@@ -139,8 +140,8 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="*", default=["the demo's"], choices=list(RECIPES), metavar="NAME")
     parser.add_argument("--variants", nargs="*", default=["as the demo"], choices=list(VARIANTS), metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(range(8)), help="run seeds")
-    parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--every", type=int, default=4, help="iterations between validations")
+    parser.add_argument("--iterations", type=at_least(1), default=100)
+    parser.add_argument("--every", type=at_least(1), default=4, help="iterations between validations")
     parser.add_argument("--data", type=Path, default=DATA, help="raw data, read and added to")
     parser.add_argument("--smoke", action="store_true", help="two short runs of two iterations, in seconds")
     arguments = parser.parse_args()

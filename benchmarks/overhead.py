@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks import at_least
 from cluster.start.run_cluster import RunCluster
 from graphs.iteration import prepare_graph
 from graphs.layers import Layers
@@ -119,11 +120,11 @@ def _template(settings: config.Config, context: RunContext) -> Request:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--turns", type=at_least(1), default=7)
+    parser.add_argument(
+        "--iterations", type=at_least(3), default=12, help="of the demo; the first and the last are not counted"
+    )
     arguments = parser.parse_args()
-    if arguments.iterations < 3:
-        parser.error("--iterations: at least 3, since the first and the last are not counted")
 
     print(
         "| batch x steps | bare, s per request | system, s per request | throughput, system / bare (min, median, max) |"

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import at_least
 from benchmarks.bandits.bound import coin_bound
 from benchmarks.bandits.policies import CHUNK, KEEP, POLICIES, PROMPTS, Equal, Told, epoch, explore
 from benchmarks.bandits.rewards import RECORDED, SCENARIOS, Array, Draw, Scenario
@@ -239,8 +240,8 @@ def speed(prompts: int = 32, chunks: int = 16) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=16)
+    parser.add_argument("--seeds", type=at_least(1), default=5)
     parser.add_argument("--only", default="", help="only scenarios whose name contains this")
     parser.add_argument("--record", action="store_true", help="record the embedded job's rewards anew (takes minutes)")
     parser.add_argument("--explore-steps", action="store_true", help="instead: what fewer exploration steps cost")
@@ -249,8 +250,9 @@ def main() -> None:
     )
     parser.add_argument("--told", action="store_true", help="instead: the planner's rule, if it knows more")
     arguments = parser.parse_args()
-    if not any(arguments.only in name for name in (TOLD if arguments.told else SCENARIOS)):
-        parser.error(f"--only: no scenario's name contains {arguments.only!r}: {', '.join(SCENARIOS)}")
+    names = TOLD if arguments.told else tuple(SCENARIOS)
+    if not any(arguments.only in name for name in names):
+        parser.error(f"--only: no scenario's name contains {arguments.only!r}: {', '.join(names)}")
     if arguments.record and arguments.explore_steps:
         record(EXPLORE_STEPS, (0, 1, 12, 13, 24, 25), steps=(2, 3, 4, 6, 8, 16), prompts=12, seeds=32)
     elif arguments.record:

@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks import at_least
 from cluster.start.run_cluster import RunCluster
 from graphs.iteration import prepare_graph
 from graphs.layers import Layers
@@ -575,13 +576,15 @@ def _draw_bars(axes: Any, bars: Mapping[str, Measured], *, scale: float, unit: s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; default: all")
-    parser.add_argument("--kills", type=int, default=30, help="kills of each kind")
-    parser.add_argument("--cold", type=int, default=6, help="cold starts of each width")
+    parser.add_argument("--kills", type=at_least(1), default=30, help="kills of each kind")
+    parser.add_argument("--cold", type=at_least(1), default=6, help="cold starts of each width")
     parser.add_argument("--weights-gb", type=float, default=2.0, help="size of the weights file")
-    parser.add_argument("--requests", type=int, default=8, help="requests along the trace")
+    parser.add_argument("--requests", type=at_least(1), default=8, help="requests along the trace")
     parser.add_argument("--seed", type=int, default=0, help="seed of the victims, the moments and the trace")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the recoveries and the cold starts there")
     arguments = parser.parse_args()
+    if arguments.plot and "recoveries" not in arguments.parts:
+        parser.error("--plot: it draws recoveries, which are not among --parts")
 
     load = f"load average {os.getloadavg()[0]:.1f} before"
     found: dict[str, Measured] = {}

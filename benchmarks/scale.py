@@ -15,6 +15,7 @@ from collections import Counter
 from math import ceil
 from pathlib import Path
 
+from benchmarks import at_least
 from spotlight.config import Config, load
 from spotlight.plan.placement import Idle, View, Waiting, plan
 from spotlight.records import Pool
@@ -74,7 +75,7 @@ def plan_ms(case: View, turns: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=200, help="plans per case")
+    parser.add_argument("--turns", type=at_least(1), default=200, help="plans per case")
     parser.add_argument("--hours", type=float, default=24.0, help="hours to simulate; 0: none")
     arguments = parser.parse_args()
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import at_least
 from benchmarks.fuzz import SETTINGS
 from cluster.start.local import WorkerKeeper
 from spotlight import config
@@ -120,10 +121,10 @@ def _mb(process: psutil.Process) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=10_000)
+    parser.add_argument("--iterations", type=at_least(1), default=10_000)
     parser.add_argument("--live", action="store_true", help="a live run, of tiny iterations")
     parser.add_argument("--tiny", action="store_true", help="tiny iterations on the virtual clock, as live ones are")
-    parser.add_argument("--every", type=int, help="iterations between two looks (a twentieth of all)")
+    parser.add_argument("--every", type=at_least(1), help="iterations between two looks (a twentieth of all)")
     parser.add_argument("--save", type=Path, help="also write the numbers to this JSON file")
     arguments = parser.parse_args()
     began_s = time.monotonic()

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import at_least
 from cluster.certificate import certificate
 from cluster.start.run_cluster import RunCluster
 from graphs.layers import Graph
@@ -138,11 +139,9 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--iterations", type=at_least(3), default=60, help="of each cluster; the first is not counted")
     parser.add_argument("--save", type=Path, help="also write every iteration's seconds to this JSON file")
     arguments = parser.parse_args()
-    if arguments.iterations < 3:
-        parser.error("--iterations: at least 3, since the first is not counted, and one pair has no interval")
 
     sides = measure(arguments.iterations)
     if arguments.save:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 from torch import Tensor
 
+from benchmarks import at_least
 from benchmarks.engine import took
 from spotlight import config
 from spotlight.plan.durations import GRADIENT_LORA_S, LORA_BYTES, PUBLISH_LORA_S, UPDATE_LORA_S
@@ -153,11 +154,13 @@ def measure(blocks: int, turns: int, at: str | None) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--blocks", type=int, default=6, help="blocks of the LoRA, of the 60 that Qwen-Image has (%(default)s)"
+        "--blocks", type=at_least(1), default=6, help="blocks of the LoRA, of the 60 that Qwen-Image has (%(default)s)"
     )
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=at_least(1), default=5)
     parser.add_argument("--at", help="where the run's directory is made (a temporary directory)")
     arguments = parser.parse_args()
+    if arguments.at and not Path(arguments.at).is_dir():
+        parser.error(f"--at: {arguments.at} is no directory")
     torch.set_num_threads(1)
 
     found = measure(arguments.blocks, arguments.turns, arguments.at)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from benchmarks import algorithms, dashboard, fixed_costs, planner
+from benchmarks import dashboard, fixed_costs, learning, planner
 from benchmarks.bandits.policies import ITERATIONS, Trial, Unexplored, explore
 from benchmarks.bandits.rewards import SCENARIOS
 from cluster.dispatch.dispatcher import Dispatcher
@@ -49,6 +50,28 @@ LIVE_S = 900
 """On a busy machine; a test's own limit is longer by what it takes to say so."""
 ELSEWHERE = {"fuzz"}
 """`test_fuzz` runs it, case by case."""
+REFUSED = [
+    ("algorithms --only nothing", "contains 'nothing': DiffusionNFT, explored, "),
+    ("algorithms --seeds 0", "--seeds: at least 1, not 0"),
+    ("dashboard --seconds nan", "--seconds: at least 0.1, not nan"),
+    ("engine --turns 0", "--turns: at least 1, not 0"),
+    ("faults --processes 0", "--processes: at least 1, not 0"),
+    ("fidelity --shapes 7", "--shapes: invalid choice: 7"),
+    ('fidelity --costs {"lunch_s":1}', "--costs: "),
+    ("fidelity --costs 3", "--costs: "),
+    ("fuzz --cases 0", "--cases: at least 1, not 0"),
+    ("joining --trials 0", "--trials: at least 1, not 0"),
+    ("overhead --iterations 2", "--iterations: at least 3, not 2"),
+    ("planner --only nothing", "contains 'nothing': alike: coins of 0.5, "),
+    ("planner --told --only alike", "contains 'alike': coins of Beta(0.3, 0.3), "),
+    ("recovery --kills 0", "--kills: at least 1, not 0"),
+    ("recovery --parts weights --plot a.png", "--plot: it draws recoveries, which are not among --parts"),
+    ("scale --turns 0", "--turns: at least 1, not 0"),
+    ("tls --iterations 2", "--iterations: at least 3, not 2"),
+    ("updates --at /nowhere", "--at: /nowhere is no directory"),
+    ("updates --blocks 0", "--blocks: at least 1, not 0"),
+]
+"""(command, end of what it says)"""
 
 
 def test_every_benchmark_has_a_small_form() -> None:
@@ -89,16 +112,50 @@ def test_prompts_are_met_for_the_first_time_in_the_iterations_that_the_planners_
     assert every == [*first, *later]
 
 
-@pytest.mark.parametrize("main", [algorithms.main, planner.main])
-def test_a_benchmark_that_is_asked_for_nothing_that_there_is_says_what_there_is(
-    main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", sorted({*SMALL, *LIVE, *ELSEWHERE}))
+def test_a_benchmark_says_what_it_does(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmark", "--only", "nothing"])
+    """All of its imports are then there."""
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"benchmarks.{name}").main()
+
+    assert ended.value.code == 0
+    assert f"benchmarks.{name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("command", "said"), REFUSED)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
 
     with pytest.raises(SystemExit):
-        main()
+        import_module(f"benchmarks.{name}").main()
 
-    assert "contains 'nothing': " in capsys.readouterr().err
+    *usage, error = capsys.readouterr().err.splitlines()
+    assert said in error
+    assert usage[0].startswith("usage: ")
+
+
+def test_the_page_of_learning_has_what_the_recorded_runs_say() -> None:
+    page = (ROOT / "docs" / "results" / "learning.md").read_text("utf-8")
+
+    recorded = learning.table([json.loads(line) for line in learning.DATA.read_text("utf-8").splitlines()])
+
+    assert [line for line in recorded.splitlines()[2:] if line not in page] == []
+    assert len(recorded.splitlines()) > 2
+
+
+def test_a_score_is_reached_by_two_validations_in_a_row_and_a_fall_counts_from_the_best_before() -> None:
+    curve = [(0, 0.5), (4, 0.95), (8, 0.8), (12, 0.9), (16, 0.91), (20, 0.7)]
+
+    assert learning.reached(curve) == 12
+    assert learning.reached(curve[:3]) == float("inf")
+    assert learning.fall(curve) == pytest.approx(0.25)
 
 
 def test_made_up_workers_go_on_where_one_was_chosen_to_be_lost_that_cannot_be() -> None:
