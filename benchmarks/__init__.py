@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 N = TypeVar("N", int, float)
@@ -19,3 +19,14 @@ def at_least(least: N) -> Callable[[str], N]:
         return found
 
     return number
+
+
+class NoWatch:
+    """A `graphs.loop.Watch` that follows nothing."""
+
+    def begin(self, phase: str, iteration: int) -> None: ...
+
+    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
+        return {}
+
+    def balance(self, iteration: int, began_s: float, window_s: float) -> None: ...

@@ -26,7 +26,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from benchmarks import at_least
+from benchmarks import NoWatch, at_least
 from graphs.loop import Loop, synchronous
 from spotlight import config
 from spotlight.clock import wall_clock
@@ -298,7 +298,7 @@ def go_on(run_dir: Path) -> None:
     rows = len(resuming.rows_that_stay(run))
     check_inputs(run.config(), with_model=False, live=False)
     run.rewrite(HISTORY, run.rows(HISTORY)[:rows])
-    Loop(run, synchronous, _NoWatch()).go()
+    Loop(run, synchronous, NoWatch()).go()
     Accounts(run, run.config()).close(wall_clock())
 
 
@@ -316,15 +316,6 @@ def account(run_dir: Path) -> None:
     assert len(facts.lanes()) >= len({lane for lane, _ in facts.losses()})
     for line in facts.validation:
         facts.images(line)
-
-
-class _NoWatch:
-    def begin(self, phase: str, iteration: int) -> None: ...
-
-    def measure(self, start_s: float, stop_s: float) -> dict[str, float]:
-        return {}
-
-    def balance(self, iteration: int, began_s: float, window_s: float) -> None: ...
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:

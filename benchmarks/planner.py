@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import at_least
+from benchmarks import NoWatch, at_least
 from benchmarks.bandits.bound import coin_bound
 from benchmarks.bandits.policies import CHUNK, KEEP, POLICIES, PROMPTS, Equal, Told, epoch, explore
 from benchmarks.bandits.rewards import RECORDED, SCENARIOS, Array, Draw, Scenario
@@ -87,23 +87,20 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
             save(known[0], reached)
         return results
 
-    class NoWatch:
+    class Telling(NoWatch):
         def begin(self, phase: str, iteration: int) -> None:
             print(phase, iteration, file=sys.stderr, flush=True)
-
-        def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
-            return {}
-
-        def balance(self, iteration: int, began_s: float, window_s: float) -> None: ...
 
     known: list[RunContext] = []
     device = InProcess()
     install(device)
-    with tempfile.TemporaryDirectory() as directory, out.open("w") as file:
+    made = out.with_suffix(".part")
+    with tempfile.TemporaryDirectory() as directory, made.open("w") as file:
         overrides = [f"run.dir={directory}", f"run.iterations={max(versions)}", "run.validate_every=1000"]
         settings = config.load(SETTINGS, [*overrides, "strategy.exploration=off"])
         run = create_run(settings, time.time())
-        Loop(run, compute, NoWatch()).go()
+        Loop(run, compute, Telling()).go()
+    made.replace(out)  # only now: what was recorded before is kept until all is there
 
 
 def table(rounds: int, seeds: int, only: str) -> None:

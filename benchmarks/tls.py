@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import at_least
+from benchmarks import NoWatch, at_least
 from cluster.certificate import certificate
 from cluster.start.run_cluster import RunCluster
 from graphs.layers import Graph
@@ -35,17 +35,6 @@ from spotlight.store.creating import create_run
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 TLS = (True, False)
 RESAMPLED = 2000
-
-
-class NoWatch:
-    """A `graphs.loop.Watch` that follows nothing."""
-
-    def begin(self, phase: str, iteration: int) -> None: ...
-
-    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
-        return {}
-
-    def balance(self, iteration: int, began_s: float, window_s: float) -> None: ...
 
 
 class Side:
