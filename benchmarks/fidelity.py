@@ -149,8 +149,7 @@ def headline(strategy: str, iterations: int, speedup: float, directory: Path) ->
 
 def compare(configured: Callable[[Path], Config], directory: Path, costs: Mapping[str, float]) -> Row:
     """Run settings live, unless this directory has that run, and on the virtual clock, with real learning in both."""
-    done = [RunDir.open(path) for path in sorted(directory.glob("*/")) if not (path / SIMULATED).exists()]
-    if done:
+    if done := recorded(directory):
         live, load = done[0], None
         asked = live.config()
     else:
@@ -173,6 +172,12 @@ def compare(configured: Callable[[Path], Config], directory: Path, costs: Mappin
         "speedup": asked.pace.speedup,
         "costs": dict(costs),
     }
+
+
+def recorded(directory: Path) -> list[RunDir]:
+    """The live runs in this directory that have all their iterations."""
+    runs = [RunDir.open(path) for path in sorted(directory.glob("*/")) if not (path / SIMULATED).exists()]
+    return [run for run in runs if len(run.history()) == run.config().run.iterations]
 
 
 def table(rows: list[Row]) -> Iterator[str]:
@@ -246,8 +251,8 @@ def main() -> None:
         with DATA.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print("\n".join(table([row])), file=sys.stderr, flush=True)
-    recorded = DATA.read_text().splitlines() if DATA.exists() else []
-    print("\n".join(table([json.loads(line) for line in recorded])))
+    lines = DATA.read_text().splitlines() if DATA.exists() else []
+    print("\n".join(table([json.loads(line) for line in lines])))
 
 
 if __name__ == "__main__":

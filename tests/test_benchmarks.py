@@ -12,13 +12,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from benchmarks import dashboard, fixed_costs, learning, planner
+from benchmarks import dashboard, fidelity, fixed_costs, learning, planner
 from benchmarks.bandits.policies import ITERATIONS, Trial, Unexplored, explore
 from benchmarks.bandits.rewards import SCENARIOS
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.dispatch.rules import Rules
 from runs import ROOT
 from spotlight.simulation import Simulation
+from spotlight.store.rows import HISTORY, SIMULATED
 
 SMALL = {
     "faults": ("--schedules", "20"),
@@ -94,6 +95,19 @@ def test_what_a_simulated_run_was_told_to_spend_beside_its_work_is_found_in_it(t
     simulation.go(report=False)
 
     assert fixed_costs.fixed_costs(simulation.directory, asked) == pytest.approx(told, rel=0.02)
+
+
+def test_a_live_run_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
+    simulation = Simulation("test", fixed_costs.settings(tmp_path), "modelled")
+    simulation.go(report=False)
+    run = simulation.directory
+    (run.path / SIMULATED).unlink()
+    whole = fidelity.recorded(tmp_path)
+
+    run.rewrite(HISTORY, run.rows(HISTORY)[:-1])
+
+    assert [each.path for each in whole] == [run.path]
+    assert fidelity.recorded(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
