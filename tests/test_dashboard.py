@@ -556,6 +556,7 @@ def test_the_best_and_the_worst_kept_seeds_have_pictures(run: Run) -> None:
     assert selection
     assert len(pictures(run.directory, selection)) == 12
     rewards = [picture["reward"] for picture in rows["seeds"]["pictures"]]
+    assert len(rewards) == 2 * PICTURES_SHOWN
     assert rewards == sorted(rewards, reverse=True)
     assert all(picture["url"].startswith("data:image/png") for picture in rows["seeds"]["pictures"])
     assert set(rows) == {*ROWS_MAX, "money"}
