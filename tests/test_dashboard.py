@@ -525,9 +525,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run = Run(settings_file(tmp_path_factory.mktemp("shown")), overrides).start()
     try:
         client = client_of(run)
+
+        def found() -> list[str]:
+            workers = client.scheduler_info(n_workers=-1)["workers"].items()
+            return [address for address, facts in workers if facts["name"] == "spot-1"]
+
         wait_for(lambda: len(run.directory.history()) > 1)
-        workers = client.scheduler_info(n_workers=-1)["workers"].items()
-        os.kill(process_of(next(address for address, facts in workers if facts["name"] == "spot-1")), signal.SIGKILL)
+        os.kill(process_of(wait_for(found)[0]), signal.SIGKILL)
         wait_for(lambda: run.status.preemptions)
         yield run
     finally:

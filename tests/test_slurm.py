@@ -773,21 +773,24 @@ def test_however_many_wait_for_a_slow_squeue_it_is_asked_once_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (said := tmp_path / "said").touch()
-    commands(tmp_path, monkeypatch, squeue=f"echo begun >> {said}; sleep 0.2; echo ended >> {said}")
-    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.02)
+    slowly = f"until [ -e {tmp_path / 'goes-on'} ]; do sleep 0.01; done"
+    commands(tmp_path, monkeypatch, squeue=f"echo begun >> {said}; {slowly}; echo ended >> {said}")
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.001)
     queue = slurm_jobs._Queue()
 
-    async def look(after_s: float) -> slurm_jobs.Jobs | None:
-        await asyncio.sleep(after_s)
-        begun = said.read_text().count("begun")
+    async def look() -> tuple[slurm_jobs.Jobs | None, int]:
         found = await queue.look()
-        assert said.read_text().count("ended") > begun or not after_s  # it began after it was asked for
-        return found
+        return found, said.read_text().count("ended")
 
-    async def looks() -> list[slurm_jobs.Jobs | None]:
-        return await asyncio.gather(*(look(number * 0.03) for number in range(5)))
+    async def looks() -> list[tuple[slurm_jobs.Jobs | None, int]]:
+        first = asyncio.create_task(look())
+        await until(lambda: "begun" in said.read_text())
+        others = [asyncio.create_task(look()) for _ in range(4)]
+        await asyncio.sleep(0.1)  # all wait
+        (tmp_path / "goes-on").touch()
+        return await asyncio.gather(first, *others)
 
-    assert asyncio.run(looks()) == [{}] * 5
+    assert asyncio.run(looks()) == [({}, 1)] + [({}, 2)] * 4  # what began after they asked
     assert said.read_text().split() == ["begun", "ended"] * 2
 
 
