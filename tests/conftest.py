@@ -1,4 +1,4 @@
-"""What every test shares: one thread per process, reproducible examples, and data kept beside the project."""
+"""What every test shares: one thread per process, no terminal, reproducible examples, and data beside the project."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ from spotlight.config import RESOLVED
 settings.register_profile("gate", deadline=None, derandomize=True)
 settings.load_profile("gate")
 
+
+for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)  # what tests expect to be said does not depend on who reads it where
+for name in ("http_proxy", "https_proxy", "all_proxy"):
+    for spelt in (name, name.upper()):
+        os.environ.pop(spelt, None)  # servers of tests are on this machine
 
 MARK = uuid4().hex
 os.environ["SPOTLIGHT_TESTS"] = MARK  # of this process, so that what it starts is told from what others start

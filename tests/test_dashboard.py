@@ -525,9 +525,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run = Run(settings_file(tmp_path_factory.mktemp("shown")), overrides).start()
     try:
         client = client_of(run)
+
+        def found() -> list[str]:
+            workers = client.scheduler_info(n_workers=-1)["workers"].items()
+            return [address for address, facts in workers if facts["name"] == "spot-1"]
+
         wait_for(lambda: len(run.directory.history()) > 1)
-        workers = client.scheduler_info(n_workers=-1)["workers"].items()
-        os.kill(process_of(next(address for address, facts in workers if facts["name"] == "spot-1")), signal.SIGKILL)
+        os.kill(process_of(wait_for(found)[0]), signal.SIGKILL)
         wait_for(lambda: run.status.preemptions)
         yield run
     finally:
@@ -556,6 +560,7 @@ def test_the_best_and_the_worst_kept_seeds_have_pictures(run: Run) -> None:
     assert selection
     assert len(pictures(run.directory, selection)) == 12
     rewards = [picture["reward"] for picture in rows["seeds"]["pictures"]]
+    assert len(rewards) == 2 * PICTURES_SHOWN
     assert rewards == sorted(rewards, reverse=True)
     assert all(picture["url"].startswith("data:image/png") for picture in rows["seeds"]["pictures"])
     assert set(rows) == {*ROWS_MAX, "money"}

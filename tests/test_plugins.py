@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -60,9 +61,10 @@ class Live:
         await until(lambda: str(name) in self.plugin.snapshot().workers)
         return worker
 
-    async def occupy(self, worker: Worker, seconds: float) -> None:
-        """Give it what is no task of the run, and have the plugin look at all workers that there are."""
-        self.foreign = self.client.submit(time.sleep, seconds, workers=[worker.address], pure=False)
+    async def occupy(self, worker: Worker, seconds: float = WAIT_S) -> None:
+        """Give it what is no task of the run, for so long or until `_freed`; have the plugin look at all workers."""
+        _freed.clear()
+        self.foreign = self.client.submit(_is_freed, seconds, workers=[worker.address], pure=False)
         await until(lambda: worker.state.executing_count)
         self.plugin.schedule_decision()
         await asyncio.sleep(0.1)
@@ -79,6 +81,14 @@ class Live:
 
 def _ignore(**_: Any) -> None:
     """Takes an order, or a place in a gang."""
+
+
+_freed = threading.Event()
+"""Ends what occupies a worker, which is in this process, too."""
+
+
+def _is_freed(at_most_s: float) -> bool:
+    return _freed.wait(at_most_s)
 
 
 def _name_of_worker(seconds: float) -> str:
@@ -259,10 +269,11 @@ def test_what_others_submit_waits_where_the_head_alone_is_there() -> None:
 def test_a_worker_that_joins_busy_with_something_else_gets_nothing_until_it_is_free() -> None:
     async def run() -> tuple[set[str], set[str]]:
         async with live() as there:
-            await there.member("spot-0", "spot", foreign_s=3.0)
+            await there.member("spot-0", "spot", foreign_s=WAIT_S)
             await there.member("reserved-0", "reserved")
             beside = await there.rolled_out(4)
-            await there.foreign
+            _freed.set()
+            assert await there.foreign
             await asyncio.sleep(3 * WATCH_S)
             return set(beside), set(await there.rolled_out(4, name="rollout-1"))
 
@@ -271,23 +282,26 @@ def test_a_worker_that_joins_busy_with_something_else_gets_nothing_until_it_is_f
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_what_waits_for_a_busy_worker_begins_soon_after_it_is_free(paused: bool) -> None:
-    async def run() -> tuple[list[str], str]:
+    async def run() -> tuple[bool, list[str], str]:
         async with live() as there:
             worker = await there.member("spot-0", "spot")
             if paused:
                 worker.status = Status.paused
                 await until(lambda: not there.scheduler.running)
                 there.plugin.schedule_decision()
-                asyncio.get_running_loop().call_later(2.0, setattr, worker, "status", Status.running)
-                await asyncio.sleep(0.1)
             else:
-                await there.occupy(worker, 2.0)
-            began_s = time.monotonic()
-            done = await there.rolled_out(2)
-            assert time.monotonic() - began_s > 1.0
-            return done, there.plugin.status()["hopeless"]
+                await there.occupy(worker)
+            doing = asyncio.create_task(there.rolled_out(2))
+            await until(lambda: there.plugin.snapshot().waiting)
+            await asyncio.sleep(1.0)
+            early = not there.plugin.snapshot().waiting
+            if paused:
+                worker.status = Status.running
+            else:
+                _freed.set()
+            return early, await doing, there.plugin.status()["hopeless"]
 
-    assert asyncio.run(run()) == (["spot-0", "spot-0"], "")
+    assert asyncio.run(run()) == (False, ["spot-0", "spot-0"], "")
 
 
 @pytest.mark.parametrize("foreign_s", [0.0, 1.0])

@@ -193,6 +193,7 @@ def test_an_engine_knows_what_its_caller_was_told_after_the_parent_began(
 
 def test_no_process_sees_the_gpus_of_the_worker_that_started_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # so that it is as before after the test
 
     take_environment({"LOCAL_RANK": "1"})
     unsaid = os.environ.get("CUDA_VISIBLE_DEVICES")

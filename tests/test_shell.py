@@ -361,7 +361,8 @@ def test_a_run_is_made_where_a_file_address_says(tmp_path: Path) -> None:
 
 
 def test_a_run_is_made_in_the_empty_directory_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here := tmp_path / "here").mkdir(mode=0o755)
+    (here := tmp_path / "here").mkdir()
+    here.chmod(0o755)  # whatever the umask
     monkeypatch.chdir(here)
 
     run = create_run_at(".", load(settings_file(tmp_path)))
@@ -386,7 +387,8 @@ def test_what_others_put_into_a_directory_meanwhile_stays_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run's directory is locked once while it is made."""
-    (here := tmp_path / "here").mkdir(mode=0o755)
+    (here := tmp_path / "here").mkdir()
+    here.chmod(0o755)  # whatever the umask
     flock = fcntl.flock
 
     def meanwhile(descriptor: int, how: int) -> None:

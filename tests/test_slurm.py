@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -420,7 +421,7 @@ def test_a_run_whose_driver_waits_in_the_queue_says_so_and_can_be_stopped_and_qu
 
 
 def test_a_driver_that_is_submitted_takes_any_free_port_unless_one_was_chosen(tmp_path: Path) -> None:
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     chosen = tmp_path / "chosen"
     chosen.mkdir()
 
@@ -448,7 +449,7 @@ class SlurmTaken:
 
 
 def test_what_slurm_is_asked_for_is_for_slurm_to_judge(tmp_path: Path) -> None:
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     settings = config.load(settings_file(tmp_path), [*JOBS, 'pools.spot.slurm.memory="0"'])
 
     _, _, spot = slurm_driver.scripts(settings, tmp_path).values()
@@ -520,7 +521,7 @@ def test_an_address_that_other_machines_do_not_reach_is_warned_of_unless_it_was_
 def test_a_run_begins_by_cancelling_what_a_killed_driver_of_it_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     settings = config.load(settings_file(tmp_path), [*JOBS, *NO_SPOT])
     left = slurm_jobs.job_name(tmp_path, "reserved-0")
     asked = f'echo $(basename $0) "$@" >> {tmp_path / "asked"}; '
@@ -547,7 +548,7 @@ def test_a_directory_that_takes_no_certificate_is_named(tmp_path: Path, monkeypa
 
 
 def test_a_host_that_is_not_this_machine_s_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     commands(tmp_path, monkeypatch, sbatch="", squeue="", scancel="")
     settings = config.load(settings_file(tmp_path), [*JOBS, 'cluster.host="192.0.2.1"'])  # no machine has it
 
@@ -626,7 +627,7 @@ def test_a_hint_fits_what_slurm_refused() -> None:
 
 
 def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     slurm = ('time="2:00:00"', 'account="ours"', "cpus=3", 'setup=["module load cuda"]')
     more = [f"--set=pools.reserved.slurm.{setting}" for setting in slurm]
     printed = submit(
@@ -652,7 +653,7 @@ def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
 
 
 def test_the_last_job_of_a_pool_has_the_workers_that_are_left_and_is_warned_without_grace_too(tmp_path: Path) -> None:
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     settings = config.load(settings_file(tmp_path), [*JOBS, "pools.spot.workers=3", "pools.spot.grace_s=0"])
 
     last = slurm_jobs.worker_job(
@@ -689,7 +690,7 @@ def test_a_driver_without_time_to_get_on_is_refused_before_it_is_queued(tmp_path
 
 
 def test_a_time_limit_of_zero_is_none_as_to_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     commands(tmp_path, monkeypatch, sbatch=f"cat >> {tmp_path / 'asked'}")
 
     given = [*JOBS, 'cluster.slurm.time="0"', *NO_SPOT]
@@ -700,7 +701,7 @@ def test_a_time_limit_of_zero_is_none_as_to_slurm(tmp_path: Path, monkeypatch: p
 
 
 def test_a_workers_own_page_is_for_its_machine_alone(tmp_path: Path) -> None:
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     settings = config.load(settings_file(tmp_path), JOBS)
 
     found = slurm_driver.scripts(settings, tmp_path / "run")
@@ -773,21 +774,24 @@ def test_however_many_wait_for_a_slow_squeue_it_is_asked_once_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (said := tmp_path / "said").touch()
-    commands(tmp_path, monkeypatch, squeue=f"echo begun >> {said}; sleep 0.2; echo ended >> {said}")
-    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.02)
+    slowly = f"until [ -e {tmp_path / 'goes-on'} ]; do sleep 0.01; done"
+    commands(tmp_path, monkeypatch, squeue=f"echo begun >> {said}; {slowly}; echo ended >> {said}")
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.001)
     queue = slurm_jobs._Queue()
 
-    async def look(after_s: float) -> slurm_jobs.Jobs | None:
-        await asyncio.sleep(after_s)
-        begun = said.read_text().count("begun")
+    async def look() -> tuple[slurm_jobs.Jobs | None, int]:
         found = await queue.look()
-        assert said.read_text().count("ended") > begun or not after_s  # it began after it was asked for
-        return found
+        return found, said.read_text().count("ended")
 
-    async def looks() -> list[slurm_jobs.Jobs | None]:
-        return await asyncio.gather(*(look(number * 0.03) for number in range(5)))
+    async def looks() -> list[tuple[slurm_jobs.Jobs | None, int]]:
+        first = asyncio.create_task(look())
+        await until(lambda: "begun" in said.read_text())
+        others = [asyncio.create_task(look()) for _ in range(4)]
+        await asyncio.sleep(0.1)  # all wait
+        (tmp_path / "goes-on").touch()
+        return await asyncio.gather(first, *others)
 
-    assert asyncio.run(looks()) == [{}] * 5
+    assert asyncio.run(looks()) == [({}, 1)] + [({}, 2)] * 4  # what began after they asked
     assert said.read_text().split() == ["begun", "ended"] * 2
 
 
@@ -853,7 +857,7 @@ def test_a_place_is_closed_though_slurm_does_not_answer(tmp_path: Path, monkeypa
 
 
 def spot_jobs(run_dir: Path) -> slurm_jobs.SlurmJobs:
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     section = config.load(settings_file(run_dir), JOBS).pools.spot
     job = {"pool": "spot", "first": 0, "section": section, "run_dir": run_dir, "security": None}
     return slurm_jobs.SlurmJobs("tcp://127.0.0.1:1", name="spot-0", job=job)
@@ -875,6 +879,12 @@ def commands(where: Path, monkeypatch: pytest.MonkeyPatch, **does: str) -> None:
     monkeypatch.setenv("PATH", str(where), prepend=os.pathsep)
 
 
+def needs_jobqueue() -> None:
+    """Skips a test where it is not installed, and does not import it: that would set the handler of SIGINT."""
+    if not find_spec("dask_jobqueue"):
+        pytest.skip("dask_jobqueue is not installed")
+
+
 async def until(what: Callable[[], object]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not what():
@@ -884,7 +894,7 @@ async def until(what: Callable[[], object]) -> None:
 def test_a_run_may_have_any_name_and_lie_anywhere(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), JOBS)
 
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     found = slurm_driver.scripts(settings, "/runs of mine/50% as long, twice")
 
     for script in found.values():
@@ -1031,7 +1041,7 @@ def test_an_sbatch_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch: py
 
 def test_ctrl_c_is_heard_as_before_once_jobs_are_known() -> None:
     """Though dask-jobqueue, as it is imported, would have that signal for itself."""
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     code = """
 import signal
 from cluster.start.slurm import _slurm_job
@@ -1045,7 +1055,7 @@ print(_slurm_job().__name__, signal.getsignal(signal.SIGINT) is before)
 
 def test_a_job_gives_its_workers_only_options_that_they_know(tmp_path: Path) -> None:
     """Whatever else Dask's configuration says of TLS."""
-    pytest.importorskip("dask_jobqueue")
+    needs_jobqueue()
     files = {name: str(tmp_path / name) for name in ("tls_ca_file", "tls_worker_cert", "tls_worker_key")}
     settings = config.load(settings_file(tmp_path), JOBS)
 
