@@ -753,6 +753,7 @@ def test_a_job_has_ended_when_squeue_has_answered_without_it(monkeypatch: pytest
         ("printf '7 PENDING caf\\351\\n'", {"7": ("PENDING", "caf\ufffd")}),
         ("echo '7 RUNNING None'; exit 1", None),
         ("echo $$ > {pid}; exec sleep 600", None),
+        ("sleep 600 & echo $! > {pid}; wait", None),  # a script around the real one
     ],
 )
 def test_whatever_squeue_answers_is_heard_and_one_that_hangs_is_ended(

@@ -195,11 +195,20 @@ async def _scancel(*arguments: str) -> None:
 
 
 async def answer(*command: str) -> str | None:
-    """Output of a command of Slurm; None if it fails, or is ended because it takes too long."""
+    """Output of a command of Slurm; None if it fails, or is ended because it takes too long.
+
+    It may be a script around the real one, so it has a process group of its own, all of which is ended: a process that
+    is left has its output open, and is waited for.
+    """
     quiet = asyncio.subprocess.DEVNULL
     try:
         asked = await asyncio.create_subprocess_exec(
-            *command, stdin=quiet, stdout=asyncio.subprocess.PIPE, stderr=quiet, env=_environment()
+            *command,
+            stdin=quiet,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=quiet,
+            env=_environment(),
+            start_new_session=True,
         )
     except OSError:
         return None
@@ -210,7 +219,7 @@ async def answer(*command: str) -> str | None:
         return None
     finally:
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            asked.kill()
+            os.killpg(asked.pid, signal.SIGKILL)
         await asked.wait()
     return printed.decode(errors="replace") if asked.returncode == 0 else None
 
