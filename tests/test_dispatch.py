@@ -405,7 +405,7 @@ def test_a_request_that_keeps_losing_its_workers_is_quarantined() -> None:
 
 def engine_lost(cluster: Cluster, name: str, *keys: Key) -> list[Instruction]:
     """A worker lives, but the engine that did these tasks is gone: they are to be done again."""
-    gang = f"{keys[0][0]}/{keys[0][1]}"
+    gang = f"{keys[0][0]}/{keys[0][1]}" if keys else ""
     instructions = cluster.tell(EngineGone(at_s=cluster.now_s, worker=name, gang=gang, reason="killed"))
     for key in keys:
         instructions += cluster.change(key, "released") + cluster.change(key, "gated")
@@ -791,6 +791,20 @@ def test_a_gradient_that_outlasts_its_spot_workers_goes_to_a_reserved_one() -> N
     assert missing == ()
     assert isinstance(begun, Train)
     assert (begun.address, begun.cause) == ("tcp://a", "2 workers left before it was done")
+
+
+def test_a_worker_that_is_lost_after_its_engine_counts_once_against_its_gradient() -> None:
+    """As when a machine is taken: its processes end one after the other."""
+    cluster = Cluster(quarantine_after=2)
+    cluster.join("a", pool="reserved")
+    cluster.submit("train", 1, pool="gradient-spot")
+    cluster.join("s")
+    assert trained(cluster.decide()) == {"train/0": "tcp://s"}
+    engine_lost(cluster, "s")
+    cluster.lose("s", ("train", 0))
+    cluster.join("t")
+
+    assert trained(cluster.decide()) == {"train/0": "tcp://t"}
 
 
 def test_where_reserved_workers_have_no_gpu_a_gradient_that_outlasts_its_spot_workers_waits_for_another() -> None:

@@ -291,7 +291,7 @@ class Dispatcher:
     def _begins(self, task: Task, address: str, at_s: float) -> None:
         if task.worker and task.worker != address:
             self.state.roster.unassign(task.key, task.worker)
-        task.worker = address
+        task.worker, task.is_lost = address, False
         self.state.roster.assign(task.key, address, at_s)
 
     def _ends(self, task: Task, event: TaskChanged | TasksChanged) -> None:

@@ -48,6 +48,8 @@ class Task:
     worker: str = ""
     losses: int = 0
     """How many workers, or engines of workers, were lost before it was done; of a task that is no request's."""
+    is_lost: bool = False
+    """Whether the worker that began it last is among these losses: its engine may be lost first, and then itself."""
     alike: tuple[Key, ...] = ()
     """Keys of the last shards of a request, if this task stands for all of them: the same has happened to each so far.
     `key` is the first of them."""
@@ -169,6 +171,9 @@ class State:
 
     def lose(self, task: Task) -> None:
         """Count a worker that was lost at a task of no request: it cannot be quarantined, so the run ends at last."""
+        if task.is_lost:
+            return
+        task.is_lost = True
         task.losses += 1
         if task.losses >= ENOUGH_LOSSES * self.rules.quarantine_after:
             self.outlasted = (
