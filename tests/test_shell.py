@@ -477,31 +477,27 @@ sys.exit(main())
     assert done.stderr in ("", "spotlight: left at once\n")
 
 
-def test_a_reader_that_is_gone_ends_a_verb_quietly() -> None:
-    command = [sys.executable, "-m", "spotlight", "completion"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def with_nobody_reading(*command: str) -> tuple[str, int | None]:
+    """What Python says as an error, and its exit status, if the reader of its output is gone."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout
         assert process.stderr
         process.stdout.close()
         said = process.stderr.read()
+    return said, process.returncode
 
-    assert said == ""
-    assert process.returncode == 128 + signal.SIGPIPE
+
+def test_a_reader_that_is_gone_ends_a_verb_quietly() -> None:
+    assert with_nobody_reading("-m", "spotlight", "completion") == ("", 128 + signal.SIGPIPE)
 
 
 def test_a_reader_that_is_gone_is_not_taken_for_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     """Unbuffered, as in many containers: there, what is printed is written at once."""
     run = Simulation("a", load(settings_file(tmp_path), ["run.iterations=1"]), "modelled")
     run.go(report=False)
-    command = [sys.executable, "-u", "-m", "spotlight", "report", run.directory.url]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        assert process.stderr
-        process.stdout.close()
-        said = process.stderr.read()
 
-    assert said == ""
-    assert process.returncode == 128 + signal.SIGPIPE
+    assert with_nobody_reading("-u", "-m", "spotlight", "report", run.directory.url) == ("", 128 + signal.SIGPIPE)
 
 
 def test_a_command_in_a_directory_that_is_gone_says_so(tmp_path: Path) -> None:
