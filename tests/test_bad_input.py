@@ -266,10 +266,17 @@ def test_a_run_of_a_user_who_lets_nobody_look_into_it_is_named(tmp_path: Path, s
 )
 def test_what_lies_where_this_user_may_not_look_is_named(tmp_path: Path, changes: list[str]) -> None:
     file = settings_file(tmp_path)
-    check_inputs(config.load(file))  # which imports what it needs: root's Python may not be another user's to read
-    with tempfile.TemporaryDirectory() as theirs:
+    with tempfile.TemporaryDirectory() as theirs, tempfile.TemporaryDirectory() as ours:
         os.chmod(theirs, 0o000)
-        settings = config.load(file, [change.format(f"{theirs}/it") for change in changes])
+        os.chmod(ours, 0o755)
+        data = config.load(file).data
+        copies = [  # this checkout may be shut, too
+            f"data.{name}={shutil.copy(getattr(data, name), f'{ours}/{name}.txt')}"
+            for name in ("train_prompts", "validation_prompts")
+        ]
+        settings = config.load(file, [*copies, *(change.format(f"{theirs}/it") for change in changes)])
+        with pytest.raises(SpotlightError):  # root does not find it, and has imported what is needed by then
+            check_inputs(settings)
         with _as_somebody_else(), pytest.raises(SpotlightError, match=f"{theirs}/it.*: Permission denied"):
             check_inputs(settings)
 

@@ -34,10 +34,11 @@ from spotlight.store.thumbnails import Picture, pictures, thumbnail
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 QUICK = {
-    "quickstart": ("SETTINGS = [", ["run.iterations=3", "exploration.budget=fixed", "cluster.dashboard_port=0"]),
+    "quickstart": ("SETTINGS = [", ["run.iterations=8", "exploration.budget=fixed", "cluster.dashboard_port=0"]),
     "plan-a-cluster": ("SETTINGS = [", ["run.iterations=3"]),
 }
-"""Of each example, the line that a test replaces so that it takes seconds, and what it says instead."""
+"""Of each example, the line that a test replaces so that it takes seconds, and what it says instead. A run
+lasts longer than its first iterations, after which a worker is killed."""
 SMALL = ["rollout.prompts=3", "rollout.seeds_kept=4", "exploration.seeds_tried=8", "train.timesteps=2"]
 
 
