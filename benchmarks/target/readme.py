@@ -65,16 +65,11 @@ class Gain(NamedTuple):
 
 _UNEXPLORED = [*(name for name in ON_FOUR_RESERVED[1:] if "Spotlight" not in name), *ON_ALL_TWELVE]
 _EIGHT, _FOUR = "sooner than 4 + 8 with eight unexplored", "sooner than reserved only (4)"
-_SOONEST, _OF_EIGHT = "4 + 8: the soonest that explores nothing", "four of eight in six steps"
+_OF_EIGHT = "four of eight in six steps"
 GAINED = [
-    Gain("4 + 8: four explored", [FOUR_EXPLORED], _EIGHT, ON_FOUR_RESERVED[0]),
-    Gain("4 + 8: four as drawn", [AS_DRAWN], _EIGHT, ON_FOUR_RESERVED[0]),
-    Gain(_SOONEST, _UNEXPLORED, _EIGHT, ON_FOUR_RESERVED[0]),
-    Gain(_SOONEST, _UNEXPLORED, _FOUR, RESERVED_ONLY),
-    Gain(f"4 + 8: {_OF_EIGHT}, filtered", [FILTERED_ON_BOTH], _FOUR, RESERVED_ONLY),
     Gain("1 + 47: four as drawn", [DRAWN_ON_MANY], _FOUR, RESERVED_ONLY),
-    Gain(f"1 + 47: {_OF_EIGHT}", [CHOSEN_ON_MANY], _FOUR, RESERVED_ONLY),
     Gain(f"1 + 47: {_OF_EIGHT}", [CHOSEN_ON_MANY], f"{_FOUR} with {_OF_EIGHT}", CHOSEN_ON_RESERVED),
+    Gain(f"4 + 8: {_OF_EIGHT}, filtered", [FILTERED_ON_BOTH], _FOUR, RESERVED_ONLY),
     Gain(f"no GPU + 12: {_OF_EIGHT}", [CHOSEN_WITHOUT_GPU], "cheaper than reserved only (4)", RESERVED_ONLY, "usd"),
     Gain(
         f"no GPU + 12: {_OF_EIGHT}",
@@ -83,6 +78,8 @@ GAINED = [
         CHOSEN_ON_RESERVED,
         "usd",
     ),
+    Gain("4 + 8: four as drawn", [AS_DRAWN], _EIGHT, ON_FOUR_RESERVED[0]),
+    Gain("4 + 8: the soonest that explores nothing", _UNEXPLORED, _EIGHT, ON_FOUR_RESERVED[0]),
 ]
 
 
