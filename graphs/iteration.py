@@ -94,11 +94,15 @@ def iteration_graph(
     return Graph(graph=layers.graph(), outputs=outputs)
 
 
-def final_graph(config: Config, context: RunContext) -> Graph:
-    """Compact the last iteration and the validation of its weights, which no later iteration does."""
-    layers, last = _layers(config, context), config.run.iterations - 1
-    calls = [(sampling.compact, context.run_dir, iteration, config.latents.keep) for iteration in (last, last + 1)]
-    keys = layers.add("compact", last, calls, pool="head")
+def final_graph(config: Config, context: RunContext, done: int) -> Graph:
+    """Compact the last iteration and the validation of its weights, which no later iteration does.
+
+    Args:
+        done: how many iterations the run has.
+    """
+    layers, last = _layers(config, context), range(max(0, done - 1), done + 1)
+    calls = [(sampling.compact, context.run_dir, iteration, config.latents.keep) for iteration in last]
+    keys = layers.add("compact", last[0], calls, pool="head")
     return Graph(graph=layers.graph(), outputs={"compacted": keys})
 
 

@@ -64,6 +64,10 @@ class Watch(Protocol):
         """Seconds and dollars of a stretch of time."""
         ...
 
+    def usd(self) -> float:
+        """Dollars that the run has cost so far."""
+        ...
+
     def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
         """How reserved and spot workers shared an iteration; None where nothing is known of it."""
 
@@ -75,7 +79,7 @@ def synchronous(graph: Graph) -> Mapping[str, Any]:
 
 
 class Loop:
-    """A run's iterations, from where its directory says it is to its end.
+    """A run's iterations, from where its directory says it is to the last one, the run's target or its dollars' limit.
 
     Args:
         session: which start of the run this is, where a scheduler may see several.
@@ -108,10 +112,17 @@ class Loop:
         for k in range(done, config.run.iterations):
             if k % config.run.validate_every == 0:
                 self._validate(context, weights)
+            if self._is_enough():
+                break
             weights = self._iterate(context, k, weights)
         self._validate(context, weights)
-        self._watch.begin("compact", config.run.iterations)
-        self._compute(final_graph(config, context))
+        self._watch.begin("compact", weights.version)
+        self._compute(final_graph(config, context, weights.version))
+
+    def _is_enough(self) -> bool:
+        """Whether the run ends before its last iteration."""
+        usd = 0.0 if self._config.run.usd_max is None else self._watch.usd()
+        return bool(resuming.enough(self._run, self._config, usd))
 
     def _weights(self, version: int, context: RunContext) -> WeightsRef:
         if not version:

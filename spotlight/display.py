@@ -25,6 +25,7 @@ from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.report.money import dollars, emulated
 from spotlight.run import Run
 from spotlight.status import HINT_AFTER_S, Status
+from spotlight.store import resuming
 from spotlight.store.accounts import read_lives
 from spotlight.store.rundir import RunDir
 
@@ -149,7 +150,8 @@ def comparison(outcomes: Sequence[Outcome], width: int = 80) -> Table:
     columns = 7 if width >= 78 else 5 if width >= 62 else 3
     to_target = " to\ntarget" if any(outcome.target_h is not None for outcome in outcomes) else ""
     modelled = any(outcome.learning == "modelled" for outcome in outcomes)
-    missed = sorted({outcome.target for outcome in outcomes if outcome.target}) if not to_target else []
+    targets = {outcome.target for outcome in outcomes if outcome.target is not None}
+    missed = [] if to_target else sorted(targets)
     unvalidated = max((outcome.unvalidated for outcome in outcomes), default=0)
     table = Table(
         title="SIMULATED: the dispatcher and the loop are the live ones,\ndurations are a cost model's, "
@@ -317,7 +319,8 @@ def summary_table(run: RunDir) -> Table:
     table = Table(title="Spotlight", show_header=False)
     gain = summary.score_after - summary.score_before
     table.add_row("validation score", f"{summary.score_before:.3f} -> {summary.score_after:.3f}  ({gain:+.3f})")
-    table.add_row("iterations", str(summary.iterations))
+    early = f" of {run.config().run.iterations}: {why}" if (why := resuming.ended_early(run)) else ""
+    table.add_row("iterations", f"{summary.iterations}{early}")
     if count := run.unscored():
         share = f"{count} of {summary.iterations} iterations"
         table.add_row("explored for nothing", f"{share}: no seed was scored before training ended")

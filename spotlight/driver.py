@@ -200,6 +200,10 @@ class Driver:
         self._follow()
         return self._accounts.measure(start_s, stop_s)
 
+    def usd(self) -> float:
+        self._follow()
+        return sum(self._accounts.usd_by_pool(wall_clock()).values())
+
     def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
         self._follow()
         return self._accounts.balance(iteration, began_s, window_s)

@@ -88,6 +88,8 @@ def check_inputs(
     rewards.read_again(table.name for table in (settings.reward, *settings.reward.also))
     scorer = rewards.build(settings.reward)
     _log(_doubtful_weights(settings, scorer), logged)
+    if (target := settings.run.target) is not None and target > scorer.range[1]:
+        _log([f"run.target = {target:g} ends nothing: no reward is above {scorer.range[1]:g}; lower it"], logged)
     for path in (data.train_prompts, data.validation_prompts):
         check_prompts(read_prompts(path), path, scorer.check_prompt)
     _check_tags(settings)

@@ -96,18 +96,25 @@ class Run:
 
     @classmethod
     def resume(
-        cls, run_dir: str | os.PathLike[str], *, cluster: ExistingCluster | None = None, iterations: int | None = None
+        cls,
+        run_dir: str | os.PathLike[str],
+        *,
+        cluster: ExistingCluster | None = None,
+        iterations: int | None = None,
+        target: float | None = None,
+        usd_max: float | None = None,
     ) -> Run:
-        """A run that was stopped or killed, or is to be longer; `start` resumes it, on any cluster.
+        """A run that was stopped or killed, or is to end later; `start` resumes it, on any cluster.
 
         Args:
-            iterations: new value of its ``run.iterations``.
+            iterations, target, usd_max: new values of its ``run.iterations``, ``run.target`` and ``run.usd_max``; None
+                leaves one as it is.
         """
         directory = RunDir.open(run_dir)
         resuming.check(directory, None if iterations is None else whole(iterations, "iterations"))
         check_inputs(directory.config(), joins=cluster is not None, begun=resuming.has_begun(directory.url))
-        if iterations is not None:
-            directory.change_iterations(iterations)
+        if (iterations, target, usd_max) != (None, None, None):
+            directory.change_end(iterations=iterations, target=target, usd_max=usd_max)
         return cls._of(directory, directory.config(), cluster)
 
     @classmethod
@@ -134,15 +141,21 @@ class Run:
 
             address, _ = where(cluster)
             refuse_unsafe(address, insecure=settings.cluster.insecure)
-        self._hold(directory, settings, cluster)
-        self._checked = settings.run.iterations
+        self._hold(directory, settings, cluster, checked=True)
 
-    def _hold(self, directory: RunDir | None, settings: configuration.Config, cluster: ExistingCluster | None) -> None:
+    def _hold(
+        self,
+        directory: RunDir | None,
+        settings: configuration.Config,
+        cluster: ExistingCluster | None,
+        *,
+        checked: bool = False,
+    ) -> None:
         self.config = settings
         self._cluster = cluster
         self._directory = directory
-        self._checked = 0
-        """Number of iterations for which the run's inputs were checked; 0: not checked yet."""
+        self._checked = settings.run if checked else None
+        """When the run was to end as its inputs were checked; None: not checked yet."""
         self._accounts: Accounts | None = None
         self._watched: Accounts | None = None
         """The accounts of a run that another process drives, as of the last look."""
@@ -183,11 +196,11 @@ class Run:
             self.config = self._directory.config()  # another may have made it longer
         if self._directory is not None and (holder := self._directory.holder()):
             raise SpotlightError(f"{self.directory.url}: {holder} is running this run: wait for it, or stop it first")
-        if self._checked != self.config.run.iterations:  # or another has made it longer
+        if self._checked != self.config.run:  # or another has made it longer
             resuming.check(self.directory)
             begun = resuming.has_begun(self.directory.url)
             check_inputs(self.config, joins=self._cluster is not None, begun=begun)
-            self._checked = self.config.run.iterations
+            self._checked = self.config.run
         for name, url in (("run.dir", self.config.run.dir), ("latents.url", self.config.latents.url)):
             if url.startswith("memory://"):
                 raise SpotlightError(

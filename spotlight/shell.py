@@ -43,7 +43,10 @@ EXAMPLES = {
         "run a.toml --json > outcome.json",
         "run a.toml --into runs/a",
     ),
-    "resume": ("resume runs/ocr-tiny-20261121-101500", "resume runs/ocr-tiny-20261121-101500 --iterations 60"),
+    "resume": (
+        "resume runs/ocr-tiny-20261121-101500",
+        "resume runs/ocr-tiny-20261121-101500 --iterations 60 --usd-max 200",
+    ),
     "status": ("status runs/a", "status runs/a --json | jq .state"),
     "report": ("report runs/a",),
     "cost": ("cost runs/a", "cost runs/a --json | jq .usd"),
@@ -185,6 +188,8 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument(
         "--iterations", type=int, metavar="N", help="change the number of iterations in all, for a longer run"
     )
+    resume.add_argument("--target", type=float, metavar="SCORE", help="change the score that ends the run (run.target)")
+    resume.add_argument("--usd-max", type=float, metavar="USD", help="change what it may cost in all (run.usd_max)")
     _add_cluster(resume)
     _add_json(resume, "show no progress, and print the final status as JSON")
 
@@ -328,13 +333,23 @@ def _resume(parsed: argparse.Namespace) -> None:
         from cluster.start.slurm_driver import refuse_second
 
         refuse_second(directory)
-    run = Run.resume(parsed.run_dir, cluster=parsed.cluster, iterations=parsed.iterations)
+    ends = {"iterations": parsed.iterations, "target": parsed.target, "usd_max": parsed.usd_max}
+    run = Run.resume(parsed.run_dir, cluster=parsed.cluster, **ends)
     was_over = run.state == "finished"
     _follow(run, parsed)
     if was_over and not parsed.json:
-        done = run.config.run.iterations
-        longer = f"{run.resume_command} --iterations {2 * done}"
-        print(f"all {done} iterations were done before; `{longer}` makes the run twice as long")
+        print(f"the run was over: {_how_to_go_on(run.directory, run.resume_command)}")
+
+
+def _how_to_go_on(run: RunDir, command: str) -> str:
+    """Of a run that is over: why it is, and how the command that resumes it makes it longer."""
+    from spotlight.store import resuming
+
+    if why := resuming.ended_early(run):
+        option = "--target SCORE" if resuming.reached(run, run.config()) else "--usd-max USD"
+        return f"{why}; `{command} {option}` ends it later"
+    done = len(run.history())
+    return f"all {done} iterations are done; `{command} --iterations {2 * done}` makes it twice as long"
 
 
 def _follow(run: Run, parsed: argparse.Namespace) -> None:
@@ -450,8 +465,7 @@ def _submit_again(parsed: argparse.Namespace) -> None:
     if holder := run.holder():
         raise SpotlightError(f"{run.url}: {holder} is running this run: wait for it, or stop it first")
     if resuming.is_over(run, settings):
-        longer = f"`spotlight resume {run.url} --iterations {2 * settings.run.iterations}`"
-        raise SpotlightError(f"{run.url}: all its iterations are done; {longer} makes it longer")
+        raise SpotlightError(f"{run.url}: the run is over: {_how_to_go_on(run, run.resume_command)}")
     check_inputs(settings, begun=resuming.has_begun(run.url))
     found = scripts(settings, run.url, begin=parsed.begin)
     if parsed.dry_run:

@@ -37,6 +37,7 @@ from spotlight.plan.availability import made_up_s, pool_switches, preemption_kin
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import GradientPart, Pool, Rollout, SpotlightError, WorkerLife, record
 from spotlight.rl.sums import slices_of
+from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
 from spotlight.store.creating import create_run
 from spotlight.store.rows import DECISIONS, HISTORY, SIMULATED, Simulated
@@ -72,8 +73,8 @@ class Outcome:
     """Score of the last validation."""
     unvalidated: int
     """Iterations since then: a run that ends by the hour ends between two validations."""
-    target: float
-    """``simulation.target``; 0: none."""
+    target: float | None
+    """``run.target``."""
     target_h: float | None
     """Hours until a validation reached the target; None if none did, or no target was set."""
     usd: float
@@ -124,10 +125,21 @@ def simulate(
     logged = set[str]()
     for _, each in runs:  # at once, for a run may take hours
         check_inputs(each, with_model=learning == "real", live=False, logged=logged)
+        if learning == "modelled":
+            _check_target(each)
     simulations = ((name, partial(Simulation, name, each, learning, follow)) for name, each in runs)
     if not others:
         return (begin().go(report=report) for _, begin in simulations)
     return (_go(name, begin, report=report) for name, begin in simulations)
+
+
+def _check_target(config: Config) -> None:
+    target, start = config.run.target, config.simulation.start
+    if target is not None and not start < target < 1:
+        raise SpotlightError(
+            f"run.target = {target} with modelled learning, whose scores rise from simulation.start = {start} towards "
+            "1: give a target between them, or --learning real"
+        )
 
 
 def _go(name: str, begin: Callable[[], Simulation], *, report: bool) -> Outcome:
@@ -173,10 +185,9 @@ class Simulation:
             stays(config, self._began_s),
             resumes=config.strategy.on_preemption == "resume",
         )
-        self._reached_s: float | None = None
 
     def go(self, *, report: bool = True) -> Outcome:
-        """Run until the target, the last iteration or the last hour."""
+        """Run until it ends as a live run would, or until the last hour."""
         with _device(self._learning), _few_collections():
             if self.config.simulation.hours:
                 limit_s = self.config.simulation.hours * SECONDS_PER_H / self.config.emulated_per_real_s
@@ -218,18 +229,16 @@ class Simulation:
     # Watch
 
     def begin(self, phase: str, iteration: int) -> None:
-        """Report progress; end the run if a validation reached the target."""
+        """Report progress."""
         self._follow(self.name, self.directory.count(HISTORY), self._hours(self._clock.now_s))
-        target = self.config.simulation.target
-        reached = [row for row in self.directory.validation() if row.score >= target] if target else []
-        if reached:
-            self._reached_s = reached[0].at_s
-            if phase != "compact":  # which comes last, and is done
-                raise _Over
 
     def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
         self._take()
         return self._accounts.measure(start_s, stop_s)
+
+    def usd(self) -> float:
+        self._take()
+        return sum(self._accounts.usd_by_pool(self._clock.now_s).values())
 
     def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
         self._take()
@@ -251,7 +260,8 @@ class Simulation:
         ledger = self._accounts.ledger(now_s)
         scored = sum(row.metrics.get("seeds_scored", 0.0) for row in history)
         explored = max(1, len(history) * self.config.prompts_drawn)
-        at_target = self._reached_s
+        reached = resuming.reached(run, self.config)
+        at_target = reached.at_s if reached else None
         target_usd = None if at_target is None else scale * sum(self._accounts.usd_by_pool(at_target).values())
         return Outcome(
             name=self.name,
@@ -261,7 +271,7 @@ class Simulation:
             learning=self._learning,
             score=validation[-1].score,
             unvalidated=len(history) - validation[-1].version,
-            target=self.config.simulation.target,
+            target=self.config.run.target,
             target_h=None if at_target is None else self._hours(at_target),
             usd=scale * ledger.usd(),
             target_usd=target_usd,
@@ -273,7 +283,7 @@ class Simulation:
 
 
 class _Over(Exception):
-    """The target was reached, or the time is up."""
+    """The time is up."""
 
 
 class TaskTiming:

@@ -82,6 +82,9 @@ class NoWatch:
     def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
         return {}
 
+    def usd(self) -> float:
+        return 0.0
+
     def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
         return None
 

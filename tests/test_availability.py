@@ -134,6 +134,15 @@ def alternates(moments: Switches) -> bool:
     return in_order and [up for _, up in moments] == [index % 2 == 0 for index in range(len(moments))]
 
 
+def test_a_target_above_all_rewards_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for target in ("1", "95"):
+        check_inputs(load(settings_file(tmp_path), [f"run.target={target}"]))
+
+    assert [said for said in caplog.messages if "run.target" in said] == [
+        "run.target = 95 ends nothing: no reward is above 1; lower it"
+    ]
+
+
 def test_workers_that_a_trace_never_has_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n0,add,b\n20000,remove,a\n40000,add,a\n3600000,end,\n")

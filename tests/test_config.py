@@ -708,10 +708,6 @@ def test_a_pool_follows_one_trace(file: Path) -> None:
     assert "trace = 'spot.csv' and trace_model = 'calm' of one pool: give one of them" in text
 
 
-def test_a_simulation_ends_at_a_score_above_its_first(file: Path) -> None:
-    assert "simulation.target = 0.4 is not above simulation.start = 0.512" in refusal(file, "simulation.target=0.4")
-
-
 def test_settings_without_a_value_are_left_out_when_written(file: Path) -> None:
     config = load(file, ["simulation.start_up_s=3"])
 

@@ -162,7 +162,7 @@ GRAPHS = {
     "validation scored apart": validation_graph(load(*SCORES_APART), SETTING, PROMPTS, VERSION),
     "exploration": exploration_graph(load(), SETTING, make_candidates()),
     "validation": validation_graph(load(), SETTING, PROMPTS, VERSION),
-    "final": final_graph(load(), SETTING),
+    "final": final_graph(load(), SETTING, done=3),
 }
 
 

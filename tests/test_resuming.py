@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -283,7 +284,7 @@ def test_rows_of_older_versions_do_not_say_whether_seeds_were_explored(killed: R
     for run in (killed, ended):
         run.rewrite(HISTORY, [{**row, "explored_next": None} for row in run.rows(HISTORY)])
         shutil.rmtree(run.path / "selections")
-    ended.change_iterations(4)
+    ended.change_end(iterations=4)
 
     resuming.check(ended)
     assert f"selections/0000{LAST - 1}.json: is missing" in refusal(killed)
@@ -293,7 +294,7 @@ def test_a_run_of_an_older_version_that_never_explored_needs_no_selection(tmp_pa
     run = finished(tmp_path, "strategy.exploration=off")
     run.rewrite(HISTORY, [{**row, "explored_next": None} for row in run.rows(HISTORY)])
     (run.path / SUMMARY).unlink()
-    run.change_iterations(4)
+    run.change_end(iterations=4)
 
     resuming.check(run)
 
@@ -303,7 +304,7 @@ def test_the_first_weights_are_not_missed_where_older_ones_are_needed(tmp_path: 
     ahead = ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.request_seeds=4")
     run = finished(tmp_path, *ahead, iterations=1)
     remove(run.path / "weights/v00000")
-    run.change_iterations(3)
+    run.change_end(iterations=3)
 
     go_on(run)
 
@@ -376,7 +377,7 @@ def test_a_run_goes_on_with_a_version_that_has_more_settings(killed: RunDir, cap
     resuming.check(killed)
 
     assert "began this run, without train.filter_groups: these have their defaults" in caplog.text
-    killed.change_iterations(7)
+    killed.change_end(iterations=7)
     resuming.check(killed)
     path.write_text(path.read_text().replace("steps = ", "steps =  "))
     assert f"{path}: has no train.filter_groups, though" in refusal(killed)
@@ -397,7 +398,7 @@ def finished(tmp_path: Path, *overrides: str, iterations: int = 2) -> RunDir:
 def test_a_run_that_is_made_longer_is_as_one_that_was_longer_from_the_start(tmp_path: Path) -> None:
     run, longer = (finished(tmp_path, "strategy.exploration=off", iterations=count) for count in (2, 4))
 
-    run.change_iterations(4)
+    run.change_end(iterations=4)
     assert not resuming.is_over(run, run.config())
     go_on(run)
 
@@ -408,7 +409,7 @@ def test_a_longer_run_explores_before_the_iteration_that_none_explored_for(tmp_p
     run = finished(tmp_path)
     assert run.selection(2) is None
 
-    run.change_iterations(4)
+    run.change_end(iterations=4)
     copy = RunDir(shutil.copytree(run.path, tmp_path / "copy" / run.name))
     resuming.check(run)
     with pytest.raises(Killed):
@@ -436,9 +437,69 @@ def test_a_run_that_was_killed_at_its_end_is_made_longer_and_may_be_killed_again
     assert len(run.history()) == 4
 
 
+class Paid(NoWatch):
+    """Two dollars an iteration."""
+
+    def __init__(self) -> None:
+        self._usd = 0.0
+
+    def begin(self, phase: str, iteration: int) -> None:
+        self._usd += 2.0 * (phase == "iterate")
+
+    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
+        return {"usd": 2.0}
+
+    def usd(self) -> float:
+        return self._usd
+
+
+def test_a_run_that_a_target_ended_goes_on_as_if_it_had_had_none(tmp_path: Path) -> None:
+    """What it explored for the iteration that did not follow is kept."""
+    whole, run = finished(tmp_path, iterations=4), finished(tmp_path, "run.target=2", iterations=4)
+    assert outcome(whole.path) == outcome(run.path)
+    wanted = run.validation()[2].score
+
+    early = finished(tmp_path, f"run.target={wanted}", iterations=4)
+
+    done = len(early.history())
+    assert done == next(row.version for row in run.validation() if row.score >= wanted)
+    assert done < 4
+    assert resuming.is_over(early, early.config())
+    assert f"version {done} scored" in resuming.ended_early(early)
+    early.change_end(target=2)
+    assert not resuming.is_over(early, early.config())
+    go_on(early)
+    assert outcome(early.path) == outcome(whole.path)
+
+
+def test_a_target_that_was_reached_before_all_training_ends_the_run(tmp_path: Path) -> None:
+    run = finished(tmp_path, "run.target=0", iterations=4)
+
+    assert not run.history()
+    assert [row.version for row in run.validation()] == [0]
+    assert resuming.is_over(run, run.config())
+
+
+def test_no_iteration_begins_that_would_go_beyond_the_limit_of_dollars(tmp_path: Path) -> None:
+    wanted = ["run.validate_every=3", "run.iterations=9", "run.usd_max=5"]
+    run = create_run(config.load(settings_file(tmp_path), wanted), 0.0)
+    Loop(run, synchronous, Paid()).go()
+    summarise(run, Accounts(run, run.config()), now_s=1.0, began_s=0.0)
+    summary = run.summary()
+    assert summary
+    run.write_summary(replace(summary, usd=4.0))  # nobody kept accounts
+
+    assert len(run.history()) == 2
+    assert [row.version for row in run.validation()] == [0, 2]
+    assert resuming.is_over(run, run.config())
+    assert resuming.ended_early(run) == "it cost $4.00, the last one $2.00, and run.usd_max is 5"
+    run.change_end(usd_max=6.0)
+    assert not resuming.is_over(run, run.config())
+
+
 def test_what_was_explored_for_a_longer_run_is_missed(tmp_path: Path) -> None:
     run = finished(tmp_path)
-    run.change_iterations(4)
+    run.change_end(iterations=4)
     with pytest.raises(Killed):
         Loop(run, synchronous, KilledAt(3)).go()
 
@@ -471,7 +532,7 @@ def test_a_run_that_became_longer_is_checked_again_before_it_starts(tmp_path: Pa
     held = Run.resume(run.path)
     remove(run.path / "beliefs/00002.json")
 
-    run.change_iterations(4)
+    run.change_end(iterations=4)
 
     with pytest.raises(SpotlightError, match=r"beliefs/00002\.json: is missing"):
         held.start()
@@ -479,7 +540,7 @@ def test_a_run_that_became_longer_is_checked_again_before_it_starts(tmp_path: Pa
 
 def test_weights_that_are_gone_are_not_replaced_by_the_first_ones(tmp_path: Path) -> None:
     run = finished(tmp_path, "strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.request_seeds=4")
-    run.change_iterations(3)
+    run.change_end(iterations=3)
     remove(run.path / "weights/v00001")
 
     with pytest.raises(SpotlightError, match="weights/v00001: are missing"):
@@ -490,7 +551,7 @@ def test_a_summary_is_of_the_run_as_it_stands(tmp_path: Path) -> None:
     run = finished(tmp_path)
     assert resuming.is_over(run, run.config())
 
-    run.change_iterations(3)
+    run.change_end(iterations=3)
     assert run.summary()
     go_on(run)
 
@@ -550,7 +611,7 @@ def test_a_run_cannot_end_where_it_is_past_or_be_endless(tmp_path: Path, iterati
 
 def test_a_run_that_somebody_runs_is_not_made_longer(killed: RunDir) -> None:
     with killed.lock(), pytest.raises(SpotlightError, match="is running this run"):
-        RunDir.open(killed.path).change_iterations(60)
+        RunDir.open(killed.path).change_end(iterations=60)
 
 
 # Nothing leads out

@@ -305,7 +305,7 @@ def test_a_simulation_is_a_line_of_json_per_strategy(tmp_path: Path, capsys: pyt
 def test_a_simulation_says_that_its_scores_are_modelled_and_that_its_target_was_missed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = ["--set", "run.iterations=1", "--set", "simulation.target=0.9", "--alone", "--no-report"]
+    overrides = ["--set", "run.iterations=1", "--set", "run.target=0.9", "--alone", "--no-report"]
 
     assert main(["simulate", str(settings_file(tmp_path)), *overrides]) == 0
 
@@ -341,6 +341,8 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
         Run.into(there, settings, ["run.seed=4"])
     with pytest.raises(SpotlightError, match=r"new run; `spotlight resume .*/runs/a --iterations 9` changes how long"):
         Run.into(there, settings, ["run.seed=3", "run.iterations=9"])
+    with pytest.raises(SpotlightError, match=r"/runs/a --target 0\.5 --usd-max 7\.0` changes how long it is"):
+        Run.into(there, settings, ["run.seed=3", "run.target=0.5", "run.usd_max=7"])
     with pytest.raises(SpotlightError, match="something else is there, and no run.*name a new or empty directory"):
         Run.into(tmp_path, settings)
     for nowhere in ("", " ", "a\0b"):

@@ -25,6 +25,7 @@ from spotlight.plan.durations import TaskDurations
 from spotlight.records import SpotlightError
 from spotlight.run import Run
 from spotlight.simulation import Learning, Simulation, simulate, stays
+from spotlight.store import resuming
 from spotlight.store.rows import DECISIONS, EVENTS, SPANS
 from spotlight.store.rundir import RunDir
 from spotlight.store.weights import published
@@ -257,7 +258,7 @@ def test_modelled_learning_imports_neither_torch_nor_the_distributed_scheduler(t
 
 
 def test_a_target_ends_a_run_and_says_when_and_at_what_cost_it_was_reached(tmp_path: Path) -> None:
-    overrides = ["run.iterations=200", "run.validate_every=1", "simulation.target=0.6", f"run.dir={tmp_path}"]
+    overrides = ["run.iterations=200", "run.validate_every=1", "run.target=0.6", f"run.dir={tmp_path}"]
 
     (found,) = simulate(settings_file(tmp_path), overrides, compare=False, report=False)
 
@@ -270,11 +271,24 @@ def test_a_target_ends_a_run_and_says_when_and_at_what_cost_it_was_reached(tmp_p
 
 
 def test_a_target_is_checked_against_the_learning_that_is_asked_for(tmp_path: Path) -> None:
-    settings, low = settings_file(tmp_path), "simulation.target=0.4"
+    settings, low = settings_file(tmp_path), "run.target=0.4"
 
     simulate(settings, [low], learning="real")
-    with pytest.raises(SpotlightError, match="target = 0.4 is not above simulation.start"):
+    with pytest.raises(SpotlightError, match=r"target = 0.4 with modelled .* rise from simulation.start = 0.512"):
         simulate(settings, [low, "simulation.learning=real"], learning="modelled")
+
+
+def test_a_limit_of_dollars_ends_a_run_before_it_is_reached(tmp_path: Path) -> None:
+    """Its validations cost hardly anything here."""
+    overrides = ["run.iterations=200", "run.validate_every=200", f"run.dir={tmp_path}"]
+
+    (found,) = simulate(settings_file(tmp_path), [*overrides, "run.usd_max=0.5"], compare=False, report=False)
+
+    assert 0 < found.iterations < 200
+    last_usd = RunDir.open(found.run_dir).history()[-1].measured["usd"]
+    assert 0.5 - 2 * last_usd < found.usd < 0.5 + last_usd
+    assert found.unvalidated == 0
+    assert "run.usd_max is 0.5" in resuming.ended_early(RunDir.open(found.run_dir))
 
 
 def test_the_last_hour_ends_a_run_which_is_then_finished(tmp_path: Path) -> None:
@@ -385,7 +399,7 @@ def test_hours_count_from_the_beginning_whatever_the_date_of_the_first_price(tmp
 
 
 def test_hours_and_dollars_of_a_paced_run_are_those_of_what_it_emulates(tmp_path: Path) -> None:
-    paced = ["pace.gpu=h100", "pace.speedup=60", "run.validate_every=1", "simulation.target=0.55", "run.iterations=99"]
+    paced = ["pace.gpu=h100", "pace.speedup=60", "run.validate_every=1", "run.target=0.55", "run.iterations=99"]
 
     (found,) = simulate(settings_file(tmp_path), [*paced, f"run.dir={tmp_path}"], compare=False, report=False)
 

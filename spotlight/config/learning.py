@@ -31,7 +31,14 @@ class RunSection(Section):
     seed: int = Field(0, ge=0, le=SEED_MAX)
     """Seed of all random choices: noise, prompts, synthetic traces."""
     iterations: int = Field(30, ge=1, le=1_000_000)
-    """Rounds of rollout, reward and training."""
+    """Rounds of rollout, reward and training, unless ``target`` or ``usd_max`` end the run sooner."""
+    target: float | None = Field(None, ge=-1e9, le=1e9)
+    """The run ends as soon as a validation reaches this score, live or simulated. Left out, it does all its
+    iterations."""
+    usd_max: float | None = Field(None, gt=0, le=1e9)
+    """The run ends in order before it costs more dollars than this: no iteration begins that would go beyond, if it
+    cost as much as the last one. The last validation comes on top. Dollars of a paced run are emulated. Left out, there
+    is no limit."""
     dir: str = "runs"
     """Where run directories are made: a path, relative to the working directory or to your home directory (``~``), or a
     URL in an object store, such as ``s3://bucket/runs``. Keys come from the environment of the driver and of the

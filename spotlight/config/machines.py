@@ -260,8 +260,6 @@ class SimulationSection(Section):
 
     hours: float = Field(0.0, ge=0, le=1e5)
     """A simulated run ends after so many hours at the latest; those of a paced one are emulated. 0: no limit."""
-    target: float = Field(0.0, ge=0, lt=1)
-    """A simulated run ends when it reaches this validation score; 0 is no target."""
     learning: Literal["modelled", "real"] = "modelled"
     """"modelled": rewards and scores come from a model of learning, without torch; "real": from the model itself, which
     is trained in this process."""
@@ -304,11 +302,3 @@ class SimulationSection(Section):
     strategies: dict[str, dict[str, Any]] = {}
     """Strategies to compare: the settings that each changes, by name, as in ``"strategy.exploration" = "off"``. Left
     out, they are Spotlight and its baselines (`strategies.BASELINES`)."""
-
-    @model_validator(mode="after")
-    def _target_is_to_be_reached(self) -> Self:
-        if self.learning == "modelled" and 0 < self.target <= self.start:
-            raise ValueError(
-                f"simulation.target = {self.target} is not above simulation.start = {self.start}: raise it"
-            )
-        return self

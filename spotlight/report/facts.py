@@ -23,6 +23,7 @@ from spotlight.config import Config
 from spotlight.market.ledger import Ledger, Price, absolute, busy_intervals, reserved_price, segments, stay
 from spotlight.records import Interval, Pool, Quarantined, Span, WorkerLife, record
 from spotlight.report.palette import PHASE_COLOURS, base_phase
+from spotlight.store import resuming
 from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger, samples_done
 from spotlight.store.rows import HistoryRow, Summary, ValidationRow
 from spotlight.store.rundir import RunDir
@@ -103,6 +104,8 @@ class Facts:
     """The strategy that a simulated run was compared as; empty for a live one."""
     unscored: int
     """Iterations for which seeds were explored, and none was scored."""
+    ended_early: str
+    """Why it ended although iterations are left, in words; empty if it did not."""
 
     def is_crowded(self) -> bool:
         """Whether a timeline of every worker over the whole run would be too full to read."""
@@ -363,4 +366,5 @@ def read(run_dir: str | Path) -> Facts:
         simulated=run.simulated,
         strategy=run.strategy,
         unscored=run.unscored(),
+        ended_early=resuming.ended_early(run),
     )

@@ -262,6 +262,7 @@ def _cards(facts: Facts) -> str:
     share = spot_utilisation(facts.spans, facts.workers, facts.whole)
     busy = f"{share:.0%}" if ledger.seconds(pool="spot") else "–"
     times = f" ({alone / usd:.1f} ×)" if usd and alone else ""
+    early = f": {facts.ended_early}" if facts.ended_early else ""
     cards = [
         (
             "Validation score",
@@ -273,7 +274,7 @@ def _cards(facts: Facts) -> str:
             _duration(known["wall_s"]),
             "; ".join(_about_time(known["first_image_s"], facts)),
         ),
-        ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations:,} asked for"),
+        ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations:,} asked for{early}"),
         (
             "Cost",
             dollars(usd),

@@ -26,6 +26,8 @@ from spotlight.store.objects import StoreError, atomic_write, check_address, che
 from spotlight.store.rows import PROMPTS, STARTED, PromptHashes, Started
 from spotlight.store.rundir import RunDir, looked_into
 
+ENDS = ("iterations", "target", "usd_max")
+"""Settings of ``[run]`` that say when it ends, which `spotlight resume` may change."""
 MAKING = ".making-"
 """Begins the names of directories in which runs are made."""
 
@@ -78,10 +80,13 @@ def create_run_at(place: str | Path, settings: config.Config) -> RunDir:
         "pools": _with_prices(settings.pools, {name: pool.prices for name, pool in there.pools if pool.prices}),
     }
     if changed := list(config.differences(there, settings.model_copy(update=ours))):
-        longer = f"; `{run.resume_command} --iterations {settings.run.iterations}` changes how long it is"
+        begun, wanted = there.run.model_dump(), settings.run.model_dump()
+        ends = {name: wanted[name] for name in ENDS if wanted[name] not in (begun[name], None)}
+        options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in ends.items())
+        longer = f"; `{run.resume_command}{options}` changes how long it is" if options else ""
         raise SpotlightError(
             f"{place}: this run was begun with other settings: {'; '.join(changed)}; give those, or another "
-            f"directory for a new run{longer if there.run.iterations != settings.run.iterations else ''}"
+            f"directory for a new run{longer}"
         )
     _check_same_prompts(run, settings)
     return run

@@ -13,7 +13,7 @@ from pathlib import Path
 from spotlight.config import RESOLVED, Config, is_whole, not_written
 from spotlight.files import digest, read_files
 from spotlight.records import SpotlightError
-from spotlight.store.rows import HISTORY, PROMPTS, SPANS, VALIDATION, WORKERS, HistoryRow
+from spotlight.store.rows import HISTORY, PROMPTS, SPANS, VALIDATION, WORKERS, HistoryRow, ValidationRow
 from spotlight.store.rundir import RunDir, made_again
 from spotlight.store.weights import published
 
@@ -117,13 +117,44 @@ def has_begun(place: str | Path) -> bool:
 def is_over(run: RunDir, config: Config) -> bool:
     """Whether all iterations are done and validated, and the summary is written: nothing is left to do.
 
-    A simulated run may end sooner, by its last hour or its target.
+    Some may be left of a run that `ended_early`, and of a simulated one that ended by the hour.
     """
-    if run.simulated:
-        return run.summary() is not None
-    last = config.run.iterations
-    validated = any(row.version == last for row in run.validation()) and not list(unvalidated(run, config, last))
-    return validated and len(run.history()) >= last and run.summary() is not None
+    summary = run.summary()
+    if run.simulated or summary is None:
+        return summary is not None
+    done = len(run.history())
+    if done < config.run.iterations and not enough(run, config, summary.usd):
+        return False
+    return any(row.version == done for row in run.validation()) and not list(unvalidated(run, config, done))
+
+
+def reached(run: RunDir, config: Config) -> ValidationRow | None:
+    """The first validation that reached the run's target."""
+    target = config.run.target
+    return None if target is None else next((row for row in run.validation() if row.score >= target), None)
+
+
+def ended_early(run: RunDir) -> str:
+    """Why a run that is over has iterations left, in words; else empty."""
+    config, summary = run.config(), run.summary()
+    return enough(run, config, summary.usd) if summary and summary.iterations < config.run.iterations else ""
+
+
+def enough(run: RunDir, config: Config, usd: float) -> str:
+    """Why no iteration should begin any more, in words; empty if one may.
+
+    Args:
+        usd: what it has cost, in dollars of its own clock.
+    """
+    if row := reached(run, config):
+        return f"version {row.version} scored {row.score:.3f}, and run.target is {config.run.target:g}"
+    limit, scale = config.run.usd_max, config.emulated_per_real_s
+    if limit is None:
+        return ""
+    last_usd = sum(row.measured.get("usd", 0.0) for row in run.last(HISTORY, HistoryRow, 1))
+    if scale * (usd + last_usd) <= limit:
+        return ""
+    return f"it cost ${scale * usd:,.2f}, the last one ${scale * last_usd:,.2f}, and run.usd_max is {limit:g}"
 
 
 def _check_settings(run: RunDir, config: Config) -> None:

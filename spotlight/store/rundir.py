@@ -224,20 +224,24 @@ class RunDir:
             raise SpotlightError(f"{where}: no such settings file; restore it")
         return config.parse(content, self.path, where)
 
-    def change_iterations(self, iterations: int) -> None:
-        """Let the run end after so many iterations, more or fewer than before; what is done stays done.
+    def change_end(
+        self, *, iterations: int | None = None, target: float | None = None, usd_max: float | None = None
+    ) -> None:
+        """Let the run end later than before, or sooner; what is done stays done. None leaves a setting as it is.
 
         Raises:
-            SpotlightError: it is no whole number, more are done, a run cannot have that many, or somebody runs it.
+            SpotlightError: more iterations are done, a value is none that a run can have, or somebody runs it.
         """
-        iterations = whole(iterations, "iterations")
+        if iterations is not None:
+            iterations = whole(iterations, "iterations")
+        wanted = {"run.iterations": iterations, "run.target": target, "run.usd_max": usd_max}
         with self.lock():
-            if iterations < (done := self.count(HISTORY)):
+            if iterations is not None and iterations < (done := self.count(HISTORY)):
                 raise SpotlightError(
                     f"{self.url}: {done} iterations are done, so it cannot end after {iterations}: give {done} or more"
                 )
             before = self.objects.get(config.RESOLVED) or b""
-            after = config.changed(before, [f"run.iterations={iterations}"])
+            after = config.changed(before, [f"{name}={value}" for name, value in wanted.items() if value is not None])
             config.parse(after, self.path, self.objects.where(config.RESOLVED))
             self.objects.put(config.RESOLVED, after)
 
