@@ -492,7 +492,7 @@ def test_no_iteration_begins_that_would_go_beyond_the_limit_of_dollars(tmp_path:
     assert len(run.history()) == 2
     assert [row.version for row in run.validation()] == [0, 2]
     assert resuming.is_over(run, run.config())
-    assert resuming.ended_early(run) == "it cost $4.00, the last one $2.00, and run.usd_max is 5"
+    assert resuming.ended_early(run) == "it cost $4.00, the last iteration $2.00, and run.usd_max is 5"
     run.change_end(usd_max=6.0)
     assert not resuming.is_over(run, run.config())
 

@@ -154,7 +154,8 @@ def enough(run: RunDir, config: Config, usd: float) -> str:
     last_usd = sum(row.measured.get("usd", 0.0) for row in run.last(HISTORY, HistoryRow, 1))
     if scale * (usd + last_usd) <= limit:
         return ""
-    return f"it cost ${scale * usd:,.2f}, the last one ${scale * last_usd:,.2f}, and run.usd_max is {limit:g}"
+    last = f", the last iteration ${scale * last_usd:,.2f}" if last_usd else ""
+    return f"it cost ${scale * usd:,.2f}{last}, and run.usd_max is {limit:g}"
 
 
 def _check_settings(run: RunDir, config: Config) -> None:
