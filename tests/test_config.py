@@ -444,6 +444,14 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         (["strategy.widths=[2, 1]"], ["strategy.widths = [2, 1]", "ascending", "[1, 2, 4]"]),
         (["strategy.widths=[]"], ["strategy.widths = []", "from 1 on"]),
         (["strategy.widths=[4]"], ["needs 4 workers on one machine", "rollouts have machines of 2"]),
+        (
+            [
+                *("strategy.widths=[2]", "pools.reserved.workers=2", "pools.reserved.usd_per_h=1"),
+                *("pools.spot.workers_per_node=1", "pools.spot.usd_per_h=1"),
+                *("strategy.exploration=off", "rollout.prompts_ahead=2"),
+            ],
+            ["needs 2 workers on one machine", "(rollout.prompts_ahead) have machines of 1", "workers to pools.spot"],
+        ),
         (["train.width=4"], ["train.width = 4 needs as many workers", "machines of 1"]),
         (["strategy.widths=[1, 4]", "strategy.elastic=false"], ["needs 4 workers on one machine", "narrower"]),
         (

@@ -320,10 +320,13 @@ class Config(Section):
                 "such as [1, 2, 4]"
             )
         sizes = {"reserved": _largest_node(pools.reserved), "spot": _largest_node(pools.spot)}
-        for work, where in (("rollouts", self.strategy.rollout_pools), ("exploration", ("spot",))):
-            wanted = work == "rollouts" or self.strategy.exploration == "stale"
+        narrowest = widths[0] if self.strategy.elastic else widths[-1]
+        for work, wanted, where in (
+            ("rollouts", True, self.strategy.rollout_pools),
+            ("exploration", self.strategy.exploration == "stale", ("spot",)),
+            ("rollouts that begin early (rollout.prompts_ahead)", self.rollout.prompts_ahead > 0, ("spot",)),
+        ):
             largest = max((sizes[name] for name in where), default=0)
-            narrowest = widths[0] if self.strategy.elastic else widths[-1]
             if wanted and 0 < largest < narrowest:
                 raise ValueError(
                     f"strategy.widths = {list(widths)} needs {narrowest} workers on one machine, and {work} have "
