@@ -426,6 +426,10 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
             ["run.validate_policy=old", "train.old_decay=copy"],
             ["run.validate_policy", "train.old_decay = 'copy' keeps no such weights: set train.old_decay"],
         ),
+        (
+            ["run.validate_policy=old", "train.algorithm=awm"],
+            ['run.validate_policy = "old" with train.algorithm = "awm"', 'set run.validate_policy = "auto"'],
+        ),
         (["train.seeds_used=2", "train.updates=17"], ["train.updates = 17", "train.seeds_used = 16 samples"]),
         (["pools.spot.workers=0", "pools.spot.usd_per_h=1"], ['strategy.exploration = "stale"', "pools.spot.workers"]),
         (["train.algorithm=grpo"], ['train.algorithm = "grpo"', 'rollout.sampler = "ode"']),

@@ -125,6 +125,11 @@ class Config(Section):
                 'model.dtype = "float32"'
             )
         policy = self.run.validate_policy
+        if policy == "old" and self.train.algorithm != "nft":
+            raise ValueError(
+                f'run.validate_policy = "old" with train.algorithm = "{self.train.algorithm}": only "nft" keeps an '
+                'older policy; set run.validate_policy = "auto"'
+            )
         if (policy == "old" and not self.train.keeps_old) or (policy == "average" and not self.train.ema_decay):
             setting = "train.old_decay" if policy == "old" else "train.ema_decay"
             raise ValueError(
