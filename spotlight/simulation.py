@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from cluster.dispatch.events import WorkerPool
     from graphs.layers import Graph
     from spotlight.plan.balance import Balance
+
+logger = logging.getLogger(__name__)
 
 Learning = Literal["modelled", "real"]
 LOGGED_WORKERS = 100
@@ -120,14 +123,32 @@ def simulate(
             first = f"{name} ({AS_CONFIGURED})"
         else:
             others.append((name, each))
-    runs = [(first, config), *others]
     logged = set[str]()
-    for _, each in runs:  # at once, for a run may take hours
-        check_inputs(each, with_model=learning == "real", live=False, logged=logged)
+    check_inputs(config, with_model=learning == "real", live=False, logged=logged)
+    runs = [(first, config), *_usable(others, config, logged, with_model=learning == "real")]
     simulations = ((name, partial(Simulation, name, each, learning, follow)) for name, each in runs)
-    if not others:
+    if len(runs) == 1:
         return (begin().go(report=report) for _, begin in simulations)
     return (_go(name, begin, report=report) for name, begin in simulations)
+
+
+def _usable(
+    others: Sequence[tuple[str, Config]], config: Config, logged: set[str], *, with_model: bool
+) -> Iterator[tuple[str, Config]]:
+    """The strategies whose inputs are there; all are checked before the first is run, for a run may take hours.
+
+    Raises:
+        SpotlightError: what one of ``simulation.strategies`` lacks; of the usual ones, such are left out.
+    """
+    for name, each in others:
+        try:
+            check_inputs(each, with_model=with_model, live=False, logged=logged)
+        except SpotlightError as error:
+            if config.simulation.strategies:
+                raise SpotlightError(f"{name}: {error}") from None
+            logger.warning("%r is not compared, for these settings cannot have it: %s", name, error)
+            continue
+        yield name, each
 
 
 def _go(name: str, begin: Callable[[], Simulation], *, report: bool) -> Outcome:

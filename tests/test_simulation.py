@@ -412,10 +412,25 @@ def test_what_any_strategy_lacks_is_told_before_the_first_is_run(tmp_path: Path)
     text = '\n[simulation.strategies."on a trace"]\n"pools.spot.trace" = "none.csv"\n'
     settings.write_text(settings.read_text() + text)
 
-    with pytest.raises(SpotlightError, match=f"{tmp_path}/none.csv"):
+    with pytest.raises(SpotlightError, match=f"^on a trace: {tmp_path}/none.csv"):
         next(simulate(settings, [f"run.dir={tmp_path}/runs"]))
 
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_usual_strategy_lacks_leaves_it_out_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [
+        outcome.name
+        for outcome in simulate(
+            settings_file(tmp_path), ["strategy.exploration=off", "exploration.prompts=100"], report=False
+        )
+    ]
+
+    assert names == ["as configured", "reserved only", "reserved + spot, no exploration"]
+    assert "'Spotlight' is not compared" in caplog.text
+    assert "an iteration takes 100 prompts" in caplog.text
 
 
 def test_a_doubt_about_all_strategies_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
