@@ -511,6 +511,7 @@ def test_settings_that_contradict_each_other_are_refused_by_name(
         ["train.seeds_used=8"],
         ["rollout.prompts_ahead=8", "strategy.exploration=off"],
         ["exploration.prompts=8"],
+        ["exploration.prompts=4", "strategy.exploration=off"],
         ["run.validate_policy=old"],
         ["run.validate_policy=average", "train.ema_decay=0.9"],
         ["rollout.sampler=cps", "rollout.noise_level=1"],

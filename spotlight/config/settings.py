@@ -98,7 +98,9 @@ class Config(Section):
 
     def _check_exploration(self) -> None:
         rollout, pools = self.rollout, self.pools
-        if self.strategy.exploration != "off" and self.exploration.seeds_tried < rollout.seeds_kept:
+        if self.strategy.exploration == "off":
+            return
+        if self.exploration.seeds_tried < rollout.seeds_kept:
             raise ValueError(
                 f"exploration.seeds_tried = {self.exploration.seeds_tried} is fewer than "
                 f"rollout.seeds_kept = {rollout.seeds_kept}: nothing could be chosen; raise seeds_tried "
