@@ -584,6 +584,16 @@ def test_spot_workers_that_would_only_idle_are_doubted(file: Path) -> None:
         assert load(file, [*idle, works]).doubts == ()
 
 
+def test_spot_workers_too_few_on_a_machine_for_any_gang_are_doubted(file: Path) -> None:
+    wide = ["strategy.widths=[2]", "strategy.exploration=off", "pools.reserved.gpu=h100", "pools.reserved.workers=2"]
+    spot = ["pools.spot.gpu=h100", "pools.spot.workers=4", "pools.spot.workers_per_node"]
+
+    (doubt,) = load(file, [*wide, *spot[:2], f"{spot[2]}=1"]).doubts
+
+    assert doubt.startswith("strategy.widths = [2] needs 2 workers on one machine, and pools.spot has machines of 1")
+    assert load(file, [*wide, *spot[:2], f"{spot[2]}=2"]).doubts == ()
+
+
 def test_a_reserved_price_that_nobody_knows_is_doubted(file: Path) -> None:
     alone = ['strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]', "pools.reserved.gpu=cpu"]
 
