@@ -479,6 +479,7 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         ),
         (["pools.reserved.gpu=cpu"], ['pools.reserved.gpu = "cpu"', "only take the updates", 'train_pools = ["spot"]']),
         (["model.name=qwen-image"], ['model.name = "qwen-image"', "model.path"]),
+        (["sp.backend=xfuser"], ['sp.backend = "xfuser"', 'model.name is "tiny-text"', 'sp.backend = "native"']),
         (["model.shift=3"], ["model.text_tokens and model.shift", "'tiny-text' is an embedded model"]),
         (["model.text_tokens=128"], ["model.text_tokens and model.shift", "'tiny-text' is an embedded model"]),
         (

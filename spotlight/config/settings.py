@@ -73,6 +73,11 @@ class Config(Section):
         self._check_ahead()
         self._check_reuse()
         self._check_widths()
+        if self.sp.backend == "xfuser" and self.model.name != "qwen-image":
+            raise ValueError(
+                f'sp.backend = "xfuser" splits "qwen-image" only, and model.name is "{self.model.name}": set '
+                'sp.backend = "native"'
+            )
         return self
 
     def _check_pools(self) -> None:
