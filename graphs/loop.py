@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from statistics import fmean
 from typing import Any, Protocol
@@ -336,7 +337,7 @@ class Loop:
             return None
         captured = captured_variance(
             [prompt.id for prompt in prompts],
-            beliefs,
+            replace(beliefs, fidelity=1.0) if exploration.reuse else beliefs,  # what is kept is what was drawn
             iteration=iteration,
             groups=self._config.rollout.prompts,
             chunks=exploration.seeds_tried * len(prompts) // chunk,

@@ -16,7 +16,7 @@ from spotlight.demands import check_demands
 from spotlight.files import kind_of, shown
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
-from spotlight.plan.durations import TaskDurations
+from spotlight.plan.durations import TRANSFORMERS, TaskDurations
 from spotlight.records import Pool, SpotlightError
 from spotlight.rl import checkpoints, rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
@@ -109,6 +109,8 @@ def check_inputs(
         )
     if model.path and not model.embedded and kind_of(model.path) != "directory":
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
+    if model.embedded:
+        _check_heads(settings, TRANSFORMERS[model.name].heads, model.name)
     if model.name in checkpoints.FAMILIES:
         found = checkpoints.survey(model.name, model.path)
         _check_widths(settings, found)
@@ -217,20 +219,32 @@ def _check_widths(settings: configuration.Config, found: checkpoints.Survey) -> 
     Raises:
         SpotlightError: a gang cannot share the transformer, or its heads.
     """
-    heads = found.transformer.config.get("num_attention_heads")
-    asked = (("strategy.widths", settings.strategy.widths), ("train.width", (settings.train.width,)))
-    for setting, widths in asked:
+    for setting, widths in _asked_widths(settings):
         if max(widths) > 1 and not found.family.shares:
             raise SpotlightError(
                 f"{setting}: a gang of {max(widths)} cannot share a forward pass of {settings.model.path}: diffusers "
                 f"has no plan for splitting a {found.family.transformer}; make it 1"
             )
-        uneven = [width for width in widths if isinstance(heads, int) and heads % width]
-        if uneven:
+    heads = found.transformer.config.get("num_attention_heads")
+    if isinstance(heads, int):
+        _check_heads(settings, heads, settings.model.path)
+
+
+def _check_heads(settings: configuration.Config, heads: int, model: str) -> None:
+    """
+    Raises:
+        SpotlightError: a gang cannot evenly share the attention heads of a model.
+    """
+    for setting, widths in _asked_widths(settings):
+        if uneven := [width for width in widths if heads % width]:
             raise SpotlightError(
                 f"{setting}: a gang of {uneven[0]} cannot evenly share the {heads} attention heads of "
-                f"{settings.model.path}: choose a width that divides them"
+                f"{model}: choose a width that divides them"
             )
+
+
+def _asked_widths(settings: configuration.Config) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return ("strategy.widths", settings.strategy.widths), ("train.width", (settings.train.width,))
 
 
 def check_port(host: str, port: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from cluster.dispatch.events import WorkerPool
     from graphs.layers import Graph
     from spotlight.plan.balance import Balance
+
+logger = logging.getLogger(__name__)
 
 Learning = Literal["modelled", "real"]
 LOGGED_WORKERS = 100
@@ -121,14 +124,13 @@ def simulate(
             first = f"{name} ({AS_CONFIGURED})"
         else:
             others.append((name, each))
-    runs = [(first, config), *others]
     logged = set[str]()
-    for _, each in runs:  # at once, for a run may take hours
-        check_inputs(each, with_model=learning == "real", live=False, logged=logged)
-        if learning == "modelled":
-            _check_target(each)
+    check_inputs(config, with_model=learning == "real", live=False, logged=logged)
+    runs = [(first, config), *_usable(others, config, logged, with_model=learning == "real")]
+    for _, each in runs if learning == "modelled" else ():
+        _check_target(each)
     simulations = ((name, partial(Simulation, name, each, learning, follow)) for name, each in runs)
-    if not others:
+    if len(runs) == 1:
         return (begin().go(report=report) for _, begin in simulations)
     return (_go(name, begin, report=report) for name, begin in simulations)
 
@@ -140,6 +142,25 @@ def _check_target(config: Config) -> None:
             f"run.target = {target} with modelled learning, whose scores rise from simulation.start = {start} towards "
             "1: give a target between them, or --learning real"
         )
+
+
+def _usable(
+    others: Sequence[tuple[str, Config]], config: Config, logged: set[str], *, with_model: bool
+) -> Iterator[tuple[str, Config]]:
+    """The strategies whose inputs are there; all are checked before the first is run, for a run may take hours.
+
+    Raises:
+        SpotlightError: what one of ``simulation.strategies`` lacks; of the usual ones, such are left out.
+    """
+    for name, each in others:
+        try:
+            check_inputs(each, with_model=with_model, live=False, logged=logged)
+        except SpotlightError as error:
+            if config.simulation.strategies:
+                raise SpotlightError(f"{name}: {error}") from None
+            logger.warning("%r is not compared, for these settings cannot have it: %s", name, error)
+            continue
+        yield name, each
 
 
 def _go(name: str, begin: Callable[[], Simulation], *, report: bool) -> Outcome:

@@ -124,6 +124,22 @@ def test_a_setting_that_cannot_be_used_is_refused_before_anything_starts(
     assert list(tmp_path.glob("run-*")) == []
 
 
+@pytest.mark.parametrize(
+    ("setting", "overrides"),
+    [
+        ("strategy.widths", ["strategy.widths=[1, 3]"]),
+        ("train.width", ["train.width=3", 'strategy.train_pools=["spot"]']),
+    ],
+)
+def test_a_gang_that_cannot_share_an_embedded_model_is_refused_before_anything_starts(
+    tmp_path: Path, setting: str, overrides: list[str]
+) -> None:
+    settings = settings_file(tmp_path)
+
+    with pytest.raises(SpotlightError, match=f"{setting}: a gang of 3 .* the 4 attention heads of tiny-text: choose"):
+        Run(settings, ["pools.spot.workers=3", *overrides])
+
+
 def test_a_python_that_drops_docstrings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker could import transformers."""
     monkeypatch.setenv("PYTHONOPTIMIZE", "2")

@@ -426,6 +426,10 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
             ["run.validate_policy=old", "train.old_decay=copy"],
             ["run.validate_policy", "train.old_decay = 'copy' keeps no such weights: set train.old_decay"],
         ),
+        (
+            ["run.validate_policy=old", "train.algorithm=awm"],
+            ['run.validate_policy = "old" with train.algorithm = "awm"', 'set run.validate_policy = "auto"'],
+        ),
         (["train.seeds_used=2", "train.updates=17"], ["train.updates = 17", "train.seeds_used = 16 samples"]),
         (["pools.spot.workers=0", "pools.spot.usd_per_h=1"], ['strategy.exploration = "stale"', "pools.spot.workers"]),
         (["train.algorithm=grpo"], ['train.algorithm = "grpo"', 'rollout.sampler = "ode"']),
@@ -444,6 +448,14 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         (["strategy.widths=[2, 1]"], ["strategy.widths = [2, 1]", "ascending", "[1, 2, 4]"]),
         (["strategy.widths=[]"], ["strategy.widths = []", "from 1 on"]),
         (["strategy.widths=[4]"], ["needs 4 workers on one machine", "rollouts have machines of 2"]),
+        (
+            [
+                *("strategy.widths=[2]", "pools.reserved.workers=2", "pools.reserved.usd_per_h=1"),
+                *("pools.spot.workers_per_node=1", "pools.spot.usd_per_h=1"),
+                *("strategy.exploration=off", "rollout.prompts_ahead=2"),
+            ],
+            ["needs 2 workers on one machine", "(rollout.prompts_ahead) have machines of 1", "workers to pools.spot"],
+        ),
         (["train.width=4"], ["train.width = 4 needs as many workers", "machines of 1"]),
         (["strategy.widths=[1, 4]", "strategy.elastic=false"], ["needs 4 workers on one machine", "narrower"]),
         (
@@ -467,6 +479,7 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         ),
         (["pools.reserved.gpu=cpu"], ['pools.reserved.gpu = "cpu"', "only take the updates", 'train_pools = ["spot"]']),
         (["model.name=qwen-image"], ['model.name = "qwen-image"', "model.path"]),
+        (["sp.backend=xfuser"], ['sp.backend = "xfuser"', 'model.name is "tiny-text"', 'sp.backend = "native"']),
         (["model.shift=3"], ["model.text_tokens and model.shift", "'tiny-text' is an embedded model"]),
         (["model.text_tokens=128"], ["model.text_tokens and model.shift", "'tiny-text' is an embedded model"]),
         (
@@ -499,6 +512,7 @@ def test_settings_that_contradict_each_other_are_refused_by_name(
         ["train.seeds_used=8"],
         ["rollout.prompts_ahead=8", "strategy.exploration=off"],
         ["exploration.prompts=8"],
+        ["exploration.prompts=4", "strategy.exploration=off"],
         ["run.validate_policy=old"],
         ["run.validate_policy=average", "train.ema_decay=0.9"],
         ["rollout.sampler=cps", "rollout.noise_level=1"],
@@ -569,6 +583,16 @@ def test_spot_workers_that_would_only_idle_are_doubted(file: Path) -> None:
     assert doubt.startswith("pools.spot.workers = 2 only validate")
     for works in ("strategy.exploration=blocking", 'strategy.train_pools=["reserved", "spot"]', "pools.spot.workers=0"):
         assert load(file, [*idle, works]).doubts == ()
+
+
+def test_spot_workers_too_few_on_a_machine_for_any_gang_are_doubted(file: Path) -> None:
+    wide = ["strategy.widths=[2]", "strategy.exploration=off", "pools.reserved.gpu=h100", "pools.reserved.workers=2"]
+    spot = ["pools.spot.gpu=h100", "pools.spot.workers=4", "pools.spot.workers_per_node"]
+
+    (doubt,) = load(file, [*wide, *spot[:2], f"{spot[2]}=1"]).doubts
+
+    assert doubt.startswith("strategy.widths = [2] needs 2 workers on one machine, and pools.spot has machines of 1")
+    assert load(file, [*wide, *spot[:2], f"{spot[2]}=2"]).doubts == ()
 
 
 def test_a_reserved_price_that_nobody_knows_is_doubted(file: Path) -> None:

@@ -21,6 +21,7 @@ from cluster.start.local import _schedules
 from runs import PROMPTS, ROOT, VALIDATED, outcome, settings_file
 from spotlight import attach, config
 from spotlight.display import comparison
+from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import SpotlightError
 from spotlight.run import Run
@@ -426,10 +427,25 @@ def test_what_any_strategy_lacks_is_told_before_the_first_is_run(tmp_path: Path)
     text = '\n[simulation.strategies."on a trace"]\n"pools.spot.trace" = "none.csv"\n'
     settings.write_text(settings.read_text() + text)
 
-    with pytest.raises(SpotlightError, match=f"{tmp_path}/none.csv"):
+    with pytest.raises(SpotlightError, match=f"^on a trace: {tmp_path}/none.csv"):
         next(simulate(settings, [f"run.dir={tmp_path}/runs"]))
 
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_usual_strategy_lacks_leaves_it_out_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [
+        outcome.name
+        for outcome in simulate(
+            settings_file(tmp_path), ["strategy.exploration=off", "exploration.prompts=100"], report=False
+        )
+    ]
+
+    assert names == ["as configured", "reserved only", "reserved + spot, no exploration"]
+    assert "'Spotlight' is not compared" in caplog.text
+    assert "an iteration takes 100 prompts" in caplog.text
 
 
 def test_a_doubt_about_all_strategies_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -473,6 +489,22 @@ def test_candidates_that_are_trained_on_are_planned_by_the_time_that_they_had(tm
     known = {path.stem for path in run.path.glob("beliefs/*.json")}
     assert known == {"00003", "00005", "00006", "00007"}
     assert known | {"00000"} == {path.name[1:] for path in run.path.glob("weights/v*")}
+
+
+def test_candidates_that_are_trained_on_are_weighed_as_they_were_drawn(tmp_path: Path) -> None:
+    worth = ("exploration.budget=worth", 'strategy.train_pools=["reserved", "spot"]', "exploration.seeds_tried=64")
+    more = (*worth, "run.iterations=5", "train.timesteps=20", "exploration.reuse=true")
+
+    scored = []
+    for fidelity in (0.2, 1.0):
+        settings = config.load(settings_file(tmp_path / str(fidelity)), more)
+        simulation = Simulation("test", settings, "modelled")
+        simulation.directory.record_beliefs(0, Beliefs(fidelity=fidelity))
+        simulation.go(report=False)
+        scored.append([row.metrics["seeds_scored"] for row in simulation.directory.history()])
+
+    assert scored[0] == scored[1]
+    assert 0 < scored[0][-1] < scored[0][0]
 
 
 def test_the_shell_compares_with_what_the_settings_name(tmp_path: Path) -> None:

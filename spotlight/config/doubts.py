@@ -126,6 +126,14 @@ def _of_machines(settings: Config) -> Iterator[str]:
             f'pools.spot.workers = {pools.spot.workers} only validate: strategy.exploration is "off", and neither '
             'strategy.rollout_pools nor strategy.train_pools has "spot"; add it there, or set pools.spot.workers = 0'
         )
+    node = min(pools.spot.workers, pools.spot.workers_per_node)
+    narrowest = strategy.widths[0 if strategy.elastic else -1]
+    if 0 < node < narrowest and "spot" in strategy.rollout_pools and "spot" not in strategy.train_pools:
+        yield (
+            f"strategy.widths = {list(strategy.widths)} needs {narrowest} workers on one machine, and pools.spot has "
+            f"machines of {node}, which can do nothing: add a narrower width, or workers to pools.spot "
+            "(workers_per_node)"
+        )
     kinds = {name.partition("-")[0] for name in price_list()}
     for name, pool in pools:
         kind = pool.gpu.partition("-")[0]

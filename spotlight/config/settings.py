@@ -73,6 +73,11 @@ class Config(Section):
         self._check_ahead()
         self._check_reuse()
         self._check_widths()
+        if self.sp.backend == "xfuser" and self.model.name != "qwen-image":
+            raise ValueError(
+                f'sp.backend = "xfuser" splits "qwen-image" only, and model.name is "{self.model.name}": set '
+                'sp.backend = "native"'
+            )
         return self
 
     def _check_pools(self) -> None:
@@ -98,7 +103,9 @@ class Config(Section):
 
     def _check_exploration(self) -> None:
         rollout, pools = self.rollout, self.pools
-        if self.strategy.exploration != "off" and self.exploration.seeds_tried < rollout.seeds_kept:
+        if self.strategy.exploration == "off":
+            return
+        if self.exploration.seeds_tried < rollout.seeds_kept:
             raise ValueError(
                 f"exploration.seeds_tried = {self.exploration.seeds_tried} is fewer than "
                 f"rollout.seeds_kept = {rollout.seeds_kept}: nothing could be chosen; raise seeds_tried "
@@ -125,6 +132,11 @@ class Config(Section):
                 'model.dtype = "float32"'
             )
         policy = self.run.validate_policy
+        if policy == "old" and self.train.algorithm != "nft":
+            raise ValueError(
+                f'run.validate_policy = "old" with train.algorithm = "{self.train.algorithm}": only "nft" keeps an '
+                'older policy; set run.validate_policy = "auto"'
+            )
         if (policy == "old" and not self.train.keeps_old) or (policy == "average" and not self.train.ema_decay):
             setting = "train.old_decay" if policy == "old" else "train.ema_decay"
             raise ValueError(
@@ -320,10 +332,13 @@ class Config(Section):
                 "such as [1, 2, 4]"
             )
         sizes = {"reserved": _largest_node(pools.reserved), "spot": _largest_node(pools.spot)}
-        for work, where in (("rollouts", self.strategy.rollout_pools), ("exploration", ("spot",))):
-            wanted = work == "rollouts" or self.strategy.exploration == "stale"
+        narrowest = widths[0] if self.strategy.elastic else widths[-1]
+        for work, wanted, where in (
+            ("rollouts", True, self.strategy.rollout_pools),
+            ("exploration", self.strategy.exploration == "stale", ("spot",)),
+            ("rollouts that begin early (rollout.prompts_ahead)", self.rollout.prompts_ahead > 0, ("spot",)),
+        ):
             largest = max((sizes[name] for name in where), default=0)
-            narrowest = widths[0] if self.strategy.elastic else widths[-1]
             if wanted and 0 < largest < narrowest:
                 raise ValueError(
                     f"strategy.widths = {list(widths)} needs {narrowest} workers on one machine, and {work} have "

@@ -172,7 +172,7 @@ class Engine:
         """
         settings = self._config
         if settings.sp.backend == "xfuser":
-            xfuser_backend.require(settings.model.name, device_of(settings.model))
+            xfuser_backend.require(device_of(settings.model))
         size = settings.model.height_px, settings.model.width_px
         rows, columns = self.model.grid(*size)
         text_tokens = self.model.encode([next(iter(self.resident.prompts())).text]).mask_BT.shape[1]

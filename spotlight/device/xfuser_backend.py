@@ -28,17 +28,12 @@ from spotlight.records import SpotlightError
 WAY_OUT = 'or set sp.backend = "native"'
 
 
-def require(model: str, device: torch.device) -> None:
+def require(device: torch.device) -> None:
     """Check, before any gang is formed, that xfuser can be used.
-
-    Args:
-        model: its name in the settings.
 
     Raises:
         SpotlightError: it cannot, for the reason given.
     """
-    if model != "qwen-image":
-        raise SpotlightError(f'sp.backend = "xfuser" splits "qwen-image" only, and model.name is {model!r}: {WAY_OUT}')
     if device.type != "cuda":
         raise SpotlightError(f'sp.backend = "xfuser" needs GPUs, and the model is on {device}: use GPUs, {WAY_OUT}')
     if find_spec("xfuser") is None:
