@@ -840,6 +840,31 @@ def test_a_job_that_slurm_takes_while_its_place_is_closed_is_cancelled(
     assert said.read_text().splitlines() == ["begun", "cancel 7"]
 
 
+@pytest.mark.parametrize("says", ["Submitted batch job 7", "Submitted batch job 7 on cluster a1", "7;a1", "7"])
+def test_a_jobs_number_is_found_whatever_a_site_has_sbatch_say_besides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    submits = f"echo 12 hours of 2026 are left; echo '{says}'; echo 3 more may wait"
+    commands(tmp_path, monkeypatch, sbatch=submits, squeue="echo 7 RUNNING None", scancel="")
+    place = spot_jobs(tmp_path)
+
+    async def number() -> str:
+        await place.start()
+        await until(lambda: place._number)
+        found = place._number
+        await place.close()
+        return found
+
+    assert (asyncio.run(number()), slurm_driver.submit("#!/bin/sh")) == ("7", "7")
+
+
+def test_an_answer_without_a_jobs_number_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands(tmp_path, monkeypatch, sbatch="echo queued, all is well")
+
+    with pytest.raises(SpotlightError, match="the driver's job: sbatch answered without a job's number: 'queued, all"):
+        slurm_driver.submit("#!/bin/sh")
+
+
 def test_a_place_is_closed_though_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (said := tmp_path / "said").touch()
     commands(tmp_path, monkeypatch, sbatch=f"echo begun >> {said}; sleep 2; echo ended >> {said}")
