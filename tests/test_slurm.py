@@ -935,6 +935,14 @@ def test_a_run_may_have_any_name_and_lie_anywhere(tmp_path: Path) -> None:
     assert "resume '/runs of mine/50% as long, twice'" in found["the driver"]
 
 
+@pytest.mark.parametrize("path", [r"/a\b/run", "/a\nb/run"])
+def test_a_run_whose_path_slurm_does_not_take_is_refused(tmp_path: Path, path: str) -> None:
+    settings = config.load(settings_file(tmp_path), JOBS)
+
+    with pytest.raises(SpotlightError, match="with a backslash or a line break in its path: choose another one"):
+        slurm_driver.scripts(settings, path)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("sbatch: error: busy"), OSError("no sbatch"), ValueError("no number")])
 def test_a_job_that_cannot_be_submitted_is_tried_again_until_the_place_gives_up(
     monkeypatch: pytest.MonkeyPatch, error: Exception

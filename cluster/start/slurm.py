@@ -415,7 +415,16 @@ def plain(name: str) -> str:
 
 
 def output_line(run_dir: Path, job: str) -> str:
-    """The directive for a job's output file: Slurm replaces %j by the job's number, %% by %, and \\" by a quote."""
+    """The directive for a job's output file: Slurm replaces %j by the job's number, %% by %, and \\" by a quote.
+
+    Raises:
+        SpotlightError: Slurm cannot be told of this directory: after a backslash, it replaces nothing.
+    """
+    if {"\\", "\n"} & {*str(run_dir)}:
+        raise SpotlightError(
+            f"{str(run_dir)!r}: Slurm writes no job's output into a directory with a backslash or a line break in its "
+            "path: choose another one"
+        )
     directory = str(run_dir).replace("%", "%%").replace('"', '\\"')
     return f'--output="{directory}/slurm/{job}-%j.out"'
 
