@@ -70,7 +70,7 @@ from spotlight.rl.rewards import Scorer
 from spotlight.simulation import TaskTiming
 from spotlight.store import updates as kept_updates
 from spotlight.store.creating import create_run
-from spotlight.store.latents import MissingLatents, StaleEpoch
+from spotlight.store.latents import MissingLatents, StaleEpoch, Writer
 from spotlight.store.objects import StoreError
 from spotlight.store.rundir import RunDir
 from spotlight.store.weights import PARTS, load, publish, stage
@@ -153,6 +153,25 @@ def test_what_follows_latents_that_were_drawn_again_may_take_any_time(run: RunDi
     Engine(run.path, beats.append).score(request_)
 
     assert [beat and (beat.step, beat.patience) for beat in beats][-2:] == [(request_.steps, 1.0), (None, inf)]
+
+
+def test_a_store_that_is_away_for_long_is_no_hung_step(
+    run: RunDir, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for up to `RETRY_S`, which may be longer than `cluster.hang_after_s`."""
+    beats: list[Beat | None] = []
+    waits: list[float] = []
+    wait = Writer.wait
+
+    def waited(writer: Writer) -> None:
+        waits.append(beats[-1].patience if beats and beats[-1] else 1.0)
+        wait(writer)
+
+    monkeypatch.setattr(Writer, "wait", waited)
+    Engine(run.path, beats.append).rollout(request_)
+
+    assert waits == [inf] * (request_.steps + 1)  # before each step's commit, and after the last
+    assert [beat.patience for beat in beats if beat and beat.step is not None] == [1.0] * (request_.steps + 1)
 
 
 def test_a_rollout_that_is_done_is_not_done_again(run: RunDir, request_: Request) -> None:

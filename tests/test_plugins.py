@@ -17,6 +17,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from distributed import Client, Reschedule, Scheduler, Status, Worker
 
 from cluster.dispatch import stall
+from cluster.dispatch.events import Evict
 from cluster.dispatch.heartbeats import Heartbeats
 from cluster.dispatch.rules import WATCH_S, Rules
 from cluster.messages import HEARD_OF, ORDER, PLACE, READY, REFUSED
@@ -352,6 +353,25 @@ def test_a_worker_that_is_nobody_s_business_is_not_ended_though_it_never_says_th
             return [each.name for each in there.plugin._evicting]
 
     assert asyncio.run(evicted()) == ["spot-0"]
+
+
+def test_a_worker_that_hangs_is_ended_though_the_end_of_another_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with live() as there:
+            refused, remove = (await there.member("spot-0", "spot")).address, there.scheduler.remove_worker
+            hung = (await there.member("spot-1", "spot")).address
+
+            async def fails_once(address: str, **facts: Any) -> str:
+                if address == refused:
+                    raise OSError("of another plugin")
+                return await remove(address, **facts)
+
+            monkeypatch.setattr(there.scheduler, "remove_worker", fails_once)
+            there.plugin._evicting.extend(Evict(address=each, name="", cause="silent") for each in (refused, hung))
+            await until(lambda: hung not in there.scheduler.workers)
+            monkeypatch.undo()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

@@ -523,6 +523,12 @@ class Endless(Scorer):
         return [0.0] * len(prompts)
 
 
+class Huge(Endless):
+    """Squares of its scores are no floats."""
+
+    range = (0.0, 1e155)
+
+
 class OneEnded(Endless):
     range = (0.0,)  # type: ignore[assignment]
 
@@ -539,11 +545,18 @@ class OneUsual(Mean):
 
 @pytest.mark.parametrize(
     ("name", "attribute"),
-    [("Same", "range"), ("Endless", "range"), ("OneEnded", "range"), ("Downwards", "usual"), ("OneUsual", "usual")],
+    [
+        ("Same", "range"),
+        ("Endless", "range"),
+        ("Huge", "range"),
+        ("OneEnded", "range"),
+        ("Downwards", "usual"),
+        ("OneUsual", "usual"),
+    ],
 )
 def test_a_scorer_whose_range_is_none_is_refused(name: str, attribute: str) -> None:
     with pytest.raises(
-        SpotlightError, match=rf"its {attribute} .* must be the least score and a larger one, both finite"
+        SpotlightError, match=rf"its {attribute} .* must be the least score and a larger one, none beyond 1e\+100"
     ):
         build(RewardSection(name=f"{__name__}:{name}"))
 

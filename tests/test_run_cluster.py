@@ -278,6 +278,35 @@ def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Pa
     assert "Invalid time unit" in said
 
 
+def test_a_place_does_not_give_up_on_workers_that_lived_long_before_they_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run of weeks ended when the fork server was killed for the sixth time, all workers with it."""
+    started: list[ForkServerProcess] = []
+    start = local._start
+
+    def start_and_tell(process: ForkServerProcess) -> None:
+        start(process)
+        started.append(process)
+
+    monkeypatch.setattr(local, "_start", start_and_tell)
+    monkeypatch.setattr(local, "LIVED_S", 0.0)
+    settings = {"distributed.comm.timeouts.connect": "a while"}
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0)
+
+    async def live() -> str:
+        place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock([]))
+        await place.start()
+        async with asyncio.timeout(WAIT_S):
+            while len(started) <= local.START_ATTEMPTS and not place.failure:
+                await asyncio.sleep(0.01)
+        await place.close()
+        return place.failure
+
+    assert asyncio.run(live()) == ""
+
+
 def test_a_worker_that_does_not_leave_in_time_is_killed_and_its_successor_is_left_alone(tmp_path: Path) -> None:
     settings = {"distributed.comm.timeouts.connect": "1h"}
     spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}

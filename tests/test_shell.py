@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import stat
 import subprocess
@@ -171,6 +172,10 @@ def test_a_url_is_no_local_path_to_write_to(verb: str, capsys: pytest.CaptureFix
         (["s"], ["submit", "status", "stop", "simulate", "sample"]),
         (["run", "--c"], ["--cluster"]),
         (["run", "a.toml", "--set", "pools.spot.slurm.p"], ["pools.spot.slurm.partition="]),
+        (["run", "a.toml", "--set", "=", "pools.spot.slurm.p"], ["pools.spot.slurm.partition="]),
+        (["simulate", "a.toml", "--learning", ""], ["modelled", "real"]),
+        (["simulate", "a.toml", "--learning", "="], ["modelled", "real"]),
+        (["export", "runs/a", "--policy", "=", "t"], ["trained"]),
         (["run", "ex"], []),  # the shell then completes names of files
     ],
 )
@@ -180,7 +185,7 @@ def test_a_shell_completes_verbs_options_and_settings(
     """In a real bash, for which unset variables are errors: what it would offer after these words."""
     assert main(["completion"]) == 0
 
-    words = " ".join(["spotlight", *typed])
+    words = shlex.join(["spotlight", *typed])
     ask = f"COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _spotlight 2> /dev/null; echo ${{COMPREPLY[@]}}"
     shell = subprocess.run(["bash", "-uc", f"{capsys.readouterr().out}\n{ask}"], capture_output=True, text=True)
     assert shell.returncode == 0, shell.stderr

@@ -840,6 +840,31 @@ def test_a_job_that_slurm_takes_while_its_place_is_closed_is_cancelled(
     assert said.read_text().splitlines() == ["begun", "cancel 7"]
 
 
+@pytest.mark.parametrize("says", ["Submitted batch job 7", "Submitted batch job 7 on cluster a1", "7;a1", "7"])
+def test_a_jobs_number_is_found_whatever_a_site_has_sbatch_say_besides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    submits = f"echo 12 hours of 2026 are left; echo '{says}'; echo 3 more may wait"
+    commands(tmp_path, monkeypatch, sbatch=submits, squeue="echo 7 RUNNING None", scancel="")
+    place = spot_jobs(tmp_path)
+
+    async def number() -> str:
+        await place.start()
+        await until(lambda: place._number)
+        found = place._number
+        await place.close()
+        return found
+
+    assert (asyncio.run(number()), slurm_driver.submit("#!/bin/sh")) == ("7", "7")
+
+
+def test_an_answer_without_a_jobs_number_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands(tmp_path, monkeypatch, sbatch="echo queued, all is well")
+
+    with pytest.raises(SpotlightError, match="the driver's job: sbatch answered without a job's number: 'queued, all"):
+        slurm_driver.submit("#!/bin/sh")
+
+
 def test_a_place_is_closed_though_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (said := tmp_path / "said").touch()
     commands(tmp_path, monkeypatch, sbatch=f"echo begun >> {said}; sleep 2; echo ended >> {said}")
@@ -908,6 +933,14 @@ def test_a_run_may_have_any_name_and_lie_anywhere(tmp_path: Path) -> None:
         assert output.startswith('#SBATCH --output="/runs of mine/50%% as long, twice/slurm/')
         assert name.startswith("50__as_long__twice")
     assert "resume '/runs of mine/50% as long, twice'" in found["the driver"]
+
+
+@pytest.mark.parametrize("path", [r"/a\b/run", "/a\nb/run"])
+def test_a_run_whose_path_slurm_does_not_take_is_refused(tmp_path: Path, path: str) -> None:
+    settings = config.load(settings_file(tmp_path), JOBS)
+
+    with pytest.raises(SpotlightError, match="with a backslash or a line break in its path: choose another one"):
+        slurm_driver.scripts(settings, path)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("sbatch: error: busy"), OSError("no sbatch"), ValueError("no number")])

@@ -163,6 +163,8 @@ def rename(file: Path) -> None:
         (lambda file: say(file, use_rslora=True), {}, r"no plain LoRA \(use_rslora is set\)"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), {}, "damaged or cut short"),
         (lambda file: save_file({"a": torch.zeros(2)}, file), {}, "is no LoRA of diffusers or peft"),
+        (lambda file: save_file({"a.lora_A.weight": torch.zeros(())}, file), {}, "is no LoRA of diffusers or peft"),
+        (lambda file: file.write_bytes(file.read_bytes().replace(b"F32", b"F99")), {}, "not readable .*unknown.*F99"),
         (lambda file: file.rename(file.with_suffix(".bin")), {}, "no LoRA there; give a .safetensors file"),
         (lambda file: file.with_name("adapter_config.json").write_text("{"), {}, "of itself is not readable"),
     ],

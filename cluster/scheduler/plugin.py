@@ -333,10 +333,8 @@ class DispatchPlugin(SchedulerPlugin):
             if silent_s > self._heartbeats.limit_s:
                 self._tell(WorkerSilent(at_s=now_s, address=address, silent_s=silent_s))
         self._look_at_unready(now_s, silent)
-        evicting = [*self._evicting]
-        self._evicting.clear()
-        for hung in evicting:
-            stimulus = "spotlight-watch"
+        while self._evicting:
+            hung, stimulus = self._evicting.pop(0), "spotlight-watch"
             await self._scheduler.remove_worker(hung.address, stimulus_id=stimulus, expected=True, close=True)
             self._scheduler.log_event(EVICTED, hung.name)
 

@@ -43,6 +43,8 @@ from spotlight.store.device_locks import is_stopped
 RETRY_S = 0.05
 START_ATTEMPTS = 6
 """Failures in a row until a place gives up; the pause before each try doubles: 3 s in all."""
+LIVED_S = 600.0
+"""The failure of a process that lived so long is the first of its row: it could start."""
 FROZEN_MARGIN_S = 5.0
 """Added to the time after which the scheduler has a silent worker ended."""
 NEVER_S = 1e9
@@ -155,6 +157,7 @@ class WorkerKeeper(ProcessInterface):
             if self._until_up_s():
                 await self.clock.begun()
                 await asyncio.sleep(self._until_up_s())
+            began_s = time.monotonic()
             try:
                 self._spec.last_words.unlink(missing_ok=True)  # of an earlier process
                 cause = self._why() if await self._live_once() else ""
@@ -162,6 +165,8 @@ class WorkerKeeper(ProcessInterface):
                 if (task := asyncio.current_task()) and task.cancelling():
                     raise  # the place is closed: the clean-up's error came instead of the cancellation
                 cause = str(error) or repr(error)
+            if time.monotonic() - began_s > LIVED_S:
+                failures = 0
             failures = failures + 1 if cause else 0
             wait_s = RETRY_S if self._schedule.ups else self._schedule.replace_after_s
             await asyncio.sleep(max(wait_s, RETRY_S * 2**failures if failures else 0.0))

@@ -50,6 +50,8 @@ LAST_BYTES, LINE_MAX = 4_000, 240
 """Bytes at the end of a job's output that are searched for its last line, and characters of it that are shown."""
 RUN_NAME_MAX = 40
 """Characters of a run's name in the names of its jobs, and of a directory, which may have 255 bytes."""
+JOB_NUMBER = r"(?m)^(?:Submitted batch job )?(?P<job_id>\d+)(?:;.*| on cluster .*)?$"
+"""The line of sbatch's answer with the job's number, with ``--parsable`` or without; sites have it say more."""
 ANSWER_S = 60.0
 """How long to wait for an answer of Slurm."""
 DRAIN_MARGIN_S = 10.0
@@ -368,7 +370,7 @@ def worker_job(
     """
     SLURMJob = _slurm_job()
     slurm, workers = section.slurm, min(section.workers_per_node, section.workers - first)
-    return SLURMJob(
+    job = SLURMJob(
         scheduler,
         name=pool,
         queue=slurm.partition or None,
@@ -390,6 +392,8 @@ def worker_job(
         job_script_prologue=[*slurm.setup, *_SCRATCH],
         shebang="#!/usr/bin/env bash",
     )
+    job.job_id_regexp = JOB_NUMBER
+    return job
 
 
 def job_name(run_dir: Path, name: str) -> str:
@@ -411,7 +415,16 @@ def plain(name: str) -> str:
 
 
 def output_line(run_dir: Path, job: str) -> str:
-    """The directive for a job's output file: Slurm replaces %j by the job's number, %% by %, and \\" by a quote."""
+    """The directive for a job's output file: Slurm replaces %j by the job's number, %% by %, and \\" by a quote.
+
+    Raises:
+        SpotlightError: Slurm cannot be told of this directory: after a backslash, it replaces nothing.
+    """
+    if {"\\", "\n"} & {*str(run_dir)}:
+        raise SpotlightError(
+            f"{str(run_dir)!r}: Slurm writes no job's output into a directory with a backslash or a line break in its "
+            "path: choose another one"
+        )
     directory = str(run_dir).replace("%", "%%").replace('"', '\\"')
     return f'--output="{directory}/slurm/{job}-%j.out"'
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.start.slurm import (
+    JOB_NUMBER,
     Jobs,
     cancel_all,
     check_job,
@@ -27,6 +29,7 @@ from cluster.start.slurm import (
     worker_job,
 )
 from spotlight.config import Config
+from spotlight.files import shown
 from spotlight.records import SpotlightError
 from spotlight.store.rundir import RunDir, files_of
 
@@ -111,9 +114,16 @@ def submit(script: str) -> str:
     """Queue a batch script; returns its number.
 
     Raises:
-        SpotlightError: Slurm does not take it.
+        SpotlightError: Slurm does not take it, or does not say its number.
     """
-    return sbatch(script, "--parsable", where="the driver's job").partition(";")[0]
+    printed = sbatch(script, "--parsable", where="the driver's job")
+    found = re.search(JOB_NUMBER, printed)
+    if not found:
+        raise SpotlightError(
+            f"the driver's job: sbatch answered without a job's number: {shown(printed)}: `squeue --me` tells whether "
+            "the job is queued: cancel it before you submit the run again"
+        )
+    return found["job_id"]
 
 
 def scripts(config: Config, run_dir: Path | str, *, begin: str = "") -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from spotlight.config import TrainSection
 from spotlight.files import kind_of, shown
@@ -61,7 +61,7 @@ def require_lora(train: TrainSection) -> Path:
         SpotlightError: there is none, it is damaged or no plain LoRA, or its rank or scale is not that of the settings.
     """
     file = _file(Path(train.lora_path))
-    ranks = {shape[0] for name, shape in tensors(file).items() if name.endswith(".lora_A.weight")}
+    ranks = {shape[0] for name, shape in tensors(file).items() if shape and name.endswith(".lora_A.weight")}
     if ranks != {train.lora_rank}:
         found = f"has rank {shown(sorted(ranks))}" if ranks else "is no LoRA of diffusers or peft"
         raise SpotlightError(f"{file}: it {found}, and train.lora_rank is {train.lora_rank}: the two must agree")
@@ -98,16 +98,16 @@ def _settings(file: Path) -> Mapping[str, Any]:
     """What diffusers writes into the file's header, and peft beside the file; nothing, where neither did.
 
     Raises:
-        SpotlightError: it is damaged.
+        SpotlightError: it is damaged, or the header is.
     """
     beside = file.with_name("adapter_config.json")
     try:
+        with safe_open(file, framework="numpy") as opened:  # whose checks of a header are stricter than ours
+            stored = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
         if beside.exists():
             return dict(json.loads(beside.read_text()))
-        with safe_open(file, framework="numpy") as opened:
-            stored = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
         return {name.removeprefix("transformer."): value for name, value in stored.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise SpotlightError(f"{file}: what it says of itself is not readable ({error}); copy it anew") from None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from spotlight.files import shown
@@ -118,6 +117,8 @@ MADE: dict[str, Callable[[RewardSection], Scorer]] = {
 
 
 _LOADED: dict[str, Scorer] = {}
+LARGEST = 1e100
+"""Largest score, or smallest with its sign changed: a weighted sum of many, squared, is still a finite float."""
 
 
 def load(name: str, **options: Any) -> Scorer:
@@ -183,14 +184,15 @@ def _check_range(name: str, attribute: str, within: Any) -> None:
         attribute: of the scorer that says so, ``range`` or ``usual``.
 
     Raises:
-        SpotlightError: it is not two finite numbers, the least first.
+        SpotlightError: it is not two numbers, the least first, or one is too large.
     """
     try:
         low, high = within
-        whole = -inf < low < high < inf
+        whole = -LARGEST <= low < high <= LARGEST
     except (TypeError, ValueError):
         whole = False
     if not whole:
         raise SpotlightError(
-            f"reward {name!r}: its {attribute} {shown(within)} must be the least score and a larger one, both finite"
+            f"reward {name!r}: its {attribute} {shown(within)} must be the least score and a larger one, none beyond "
+            f"{LARGEST:g}"
         )
