@@ -41,6 +41,9 @@ GO_ON, LEAVE, DROP, STOP = range(4)
 
 RESTS = Beat(patience=inf)
 """Before what sends no beats and may take any time: reads and writes, and scoring."""
+STORES = Beat(patience=5.0)
+"""Before a wait for the store of latents: one on the network may be away for a while, and is tried again (`RETRY_S`);
+but what is stuck in one worker's file system is to be done elsewhere."""
 OnBeat = Callable[[Beat | None], None]
 """Is called with a beat after every step, and with None while waiting for others."""
 
@@ -148,6 +151,7 @@ class Denoiser:
             if request.purpose == "explore":  # may be closed by now; a rollout has the same bits
                 request = replace(request, purpose="rollout")
             self.rollout(request)
+            self._on_beat(RESTS)
             return self._store.clean(request)
 
     def window(self, request: Request) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -205,10 +209,10 @@ class Denoiser:
                     x_BNC, log_prob_B = _step(request, step, now, before)
                 before = now
                 if writer and (self._commits_each_step or _is_read(request, step + 1)):
-                    self._on_beat(RESTS)  # it waits for the commit before, which an object store may hold up for long
+                    self._on_beat(STORES)  # it waits for the commit before
                     writer.commit(step + 1, x_BNC.numpy(), log_prob_B)
                 self._on_beat(Beat(step=step + 1, steps=request.steps))
-            self._on_beat(RESTS)
+            self._on_beat(STORES)
             if gang:
                 if writer:
                     writer.wait()
@@ -241,7 +245,7 @@ class Denoiser:
         """The first rank finds where to go on and takes the request over; all ranks get its latents."""
         first, x_BNC, writer = 0, self._initial(request), None
         before_BNC = x_BNC
-        self._on_beat(RESTS)
+        self._on_beat(STORES)
         if place.rank == 0 and resume and self._is_done(request):
             first = request.steps
         elif place.rank == 0:
