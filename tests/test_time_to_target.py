@@ -394,7 +394,7 @@ def test_chosen_samples_are_compared_with_all_that_trains_on_reserved_gpus_alone
     heavy = tables.page([{**each, "regime": cases.HEAVY} for each in runs], shown(trials=1, regimes=[cases.HEAVY]))
 
     assert tables.BESIDE_ALL not in page
-    assert f"| *{cases.FOUR_EXPLORED}*, beside | digits 512 px |\n|---|---|\n" in heavy
+    assert f"| *{cases.FOUR_EXPLORED}*, beside | digits, 6 levels, 512 px |\n|---|---|\n" in heavy
     assert f"| {half} | 2.0 [2.0, 2.0]" in heavy
     assert f"| {half} | 12 x 8 | 48 | – | 4, 4 | 2 | 1.5 [1.5, 1.5] | 1.5 [1.5, 1.5] | 2.0 [2.0, 2.0] |" in page
 

@@ -161,6 +161,7 @@ STRATEGIES: dict[str, list[str]] = {
     ],
     "chosen of eight in six steps, gradients on spot (4 + 8)": ["strategy.exploration=off", *ON_SPOT, *CHOSEN],
     "Spotlight, four as drawn": [FOUR, "exploration.request_seeds=4", "exploration.reuse=true"],
+    "Spotlight, eight as drawn": ["exploration.request_seeds=4", "exploration.reuse=true"],
     "Spotlight, four as drawn (1 + 47)": [
         *(*ON_SPOT, *MORE_SPOT, FOUR),
         *("exploration.request_seeds=1", "exploration.reuse=true"),
@@ -175,12 +176,12 @@ and 1 + 11 explore what is worth its seconds; 1 + 47 explores as long as trainin
 the gaps between its other requests and parts. A quarter ahead: idle GPUs begin with the next iteration's rollouts, with
 weights that are one version old; it explores nothing, nor does half trained. Four of a prompt: rolls out and trains on
 four samples of each instead of eight. Six prompts: rolls out and trains on as many samples, eight of each. As drawn:
-trains on the four candidates of a prompt whose rewards vary most, which were drawn in six steps while the iteration
-before trained, and rolls out nothing. Chosen of eight in six steps: trains on such four of eight samples of as few
-steps, which are rolled out with the weights of now, and explores nothing."""
+trains on the four (or eight) candidates of a prompt whose rewards vary most, which were drawn in six steps while the
+iteration before trained, and rolls out nothing. Chosen of eight in six steps: trains on such four of eight samples of
+as few steps, which are rolled out with the weights of now, and explores nothing."""
 RESERVED_ONLY, FOUR_EXPLORED = "reserved only (4)", "Spotlight, four of a prompt"
 FOUR_ON_MANY, AS_DRAWN = "Spotlight, four of a prompt (1 + 47)", "Spotlight, four as drawn"
-DRAWN_ON_MANY = "Spotlight, four as drawn (1 + 47)"
+DRAWN_ON_MANY, EIGHT_DRAWN = "Spotlight, four as drawn (1 + 47)", "Spotlight, eight as drawn"
 SIX_ON_MANY = "six steps (1 + 47)"
 SIX_WITHOUT_GPU = "six steps, only updates on reserved (no GPU + 12)"
 CHOSEN_ON_RESERVED = "chosen of eight in six steps, reserved only (4)"
@@ -235,6 +236,7 @@ WITHOUT = {
     CHOSEN_WITHOUT_GPU: NO_GPU_UNEXPLORED,
     CHOSEN_ON_BOTH: "no exploration, gradients on spot",
     AS_DRAWN: "reserved + spot, no exploration",
+    EIGHT_DRAWN: "reserved + spot, no exploration",
     DRAWN_ON_MANY: "no exploration, gradients on spot (1 + 47)",
 } | {
     name: name.replace("a quarter ahead", "no exploration, gradients on spot" if "(1 +" in name else "no exploration")

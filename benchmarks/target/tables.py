@@ -11,9 +11,9 @@ from math import isinf
 from benchmarks.target.cases import (
     AS_DRAWN,
     DRAWN_ON_MANY,
+    EIGHT_DRAWN,
     FOUR_EXPLORED,
     FOUR_ON_MANY,
-    HEAVY,
     ON_ALL_TWELVE,
     ON_FOUR_RESERVED,
     ON_MANY,
@@ -54,6 +54,11 @@ EXPLORED = {
     AS_DRAWN: [*(name for name in ON_FOUR_RESERVED if name != AS_DRAWN), *ON_ALL_TWELVE],
     FOUR_ON_MANY: [name for name in ON_MANY if name != FOUR_ON_MANY],
     DRAWN_ON_MANY: ON_MANY,
+    EIGHT_DRAWN: [
+        *("reserved + spot, no exploration", "six steps (4 + 8), only reserved GPUs train", "Spotlight"),
+        *("no exploration, gradients on spot", "six steps, gradients on spot (4 + 8)"),
+        "filtered, six steps, gradients on spot (4 + 8)",
+    ],
 }
 """{strategy that explores few samples of a prompt: its baselines}"""
 BRIEF = ("strategy", "min", "times [95 %]", "dollars", "times [95 %]", "iterations, by seed", "recipe")
@@ -102,7 +107,7 @@ PAPERS_COLUMNS = (
 )
 BESIDE_ALL = """### What explores, beside all that the same GPUs may do instead
 
-How many times sooner, to the last target, with heavy training. Recipes as above.
+How many times sooner, to the last target. Recipes as above.
 """
 PRICES = """## The same at other prices
 
@@ -158,11 +163,10 @@ def _beside_all(
     rows: Sequence[Row], cells: Sequence[tuple[str, str, str]], arguments: argparse.Namespace
 ) -> Iterator[str]:
     """For each strategy that explores few samples, a line for each other of its GPUs."""
-    heavy = [cell for cell in cells if cell[1] == HEAVY]
     for name, others in EXPLORED.items():
-        if not (ran := [cell for cell in heavy if fresh(rows, *cell, name, arguments)]):
+        if not (ran := [cell for cell in cells if fresh(rows, *cell, name, arguments)]):
             continue
-        lines = [f"| *{name}*, beside | {' | '.join(f'{job} {size} px' for job, _, size in ran)} |"]
+        lines = [f"| *{name}*, beside | {' | '.join(f'{job}, {regime}, {size} px' for job, regime, size in ran)} |"]
         lines.append(f"|---{'|---' * len(ran)}|")
         for other in others:
             times = [_times(compared(rows, cell, other, name, arguments), cell, "seconds") for cell in ran]
