@@ -223,7 +223,7 @@ def test_a_second_guarded_update_measures_the_mean_from_before_the_first() -> No
     ratio, advantages = ((log_prob - old + bias) * std).exp(), torch.from_numpy(ADVANTAGES)
     expected = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.5, 1.5)).mean() / (t - t_next)
     assert bias.min() > 1e-3
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(expected.item(), rel=3e-5)  # float32, on any CPU
 
 
 @torch.no_grad()
@@ -258,7 +258,7 @@ def test_the_distance_of_flow_grpo_has_either_form(form: str) -> None:
             )
         apart = (v - v_start) * (1 + g**2 * (1 - t) / (2 * t)) * dt
         distances.append(apart.square().mean().item() / (2 * g**2 * (1.0 if form == "code" else -dt)))
-    assert found == pytest.approx(sum(distances) / len(distances), rel=1e-6)
+    assert found == pytest.approx(sum(distances) / len(distances), rel=1e-5)  # float32, on any CPU
 
 
 def test_the_published_form_of_the_distance_is_that_of_sde_steps_alone() -> None:
