@@ -383,6 +383,20 @@ def test_a_run_goes_on_with_a_version_that_has_more_settings(killed: RunDir, cap
     assert f"{path}: has no train.filter_groups, though" in refusal(killed)
 
 
+def test_a_run_goes_on_though_its_version_had_a_setting_that_is_gone(killed: RunDir) -> None:
+    path = killed.path / config.RESOLVED
+    path.write_text(path.read_text().replace("[simulation]\n", "[simulation]\ntarget = 0.0\n"))
+    older, mark, _ = path.read_text().rpartition(config.files.WHOLE)
+    path.write_text(f"{older}{mark}{sha256(older.encode()).hexdigest()}\n")
+
+    resuming.check(killed)
+    killed.change_end(iterations=7)
+
+    assert killed.config().run.iterations == 7
+    with pytest.raises(SpotlightError, match=r"'target' \(did you mean run.target\?\)"):
+        config.load(path)
+
+
 # Longer
 
 

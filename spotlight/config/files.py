@@ -56,12 +56,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return parse(read_bytes(path, "a settings file"), path.parent, str(path), overrides)
 
 
-def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()) -> Config:
+def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = (), *, of_a_run: bool = False) -> Config:
     """As `load`, from a file's content.
 
     Args:
         base: what the paths in it are relative to.
         source: where it is from, for the errors.
+        of_a_run: whether `resolved` wrote it, perhaps that of an older version: settings that no longer are, and that a
+            live run did not use, are left out.
     """
     check_overrides(overrides)
     try:
@@ -72,6 +74,8 @@ def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()
         raise SpotlightError(
             f"{source}: not valid TOML: it is nested too deeply; settings are two tables deep"
         ) from None
+    if of_a_run and isinstance(simulation := tree.get("simulation"), dict):
+        simulation.pop("target", None)  # until 2026-11-30
     for override in overrides:
         set_value(tree, override)
     return resolve(tree, base, source, overrides)

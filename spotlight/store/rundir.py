@@ -222,7 +222,7 @@ class RunDir:
         content = self.objects.get(config.RESOLVED)
         if content is None:
             raise SpotlightError(f"{where}: no such settings file; restore it")
-        return config.parse(content, self.path, where)
+        return config.parse(content, self.path, where, of_a_run=True)
 
     def change_end(
         self, *, iterations: int | None = None, target: float | None = None, usd_max: float | None = None
@@ -242,7 +242,7 @@ class RunDir:
                 )
             before = self.objects.get(config.RESOLVED) or b""
             after = config.changed(before, [f"{name}={value}" for name, value in wanted.items() if value is not None])
-            config.parse(after, self.path, self.objects.where(config.RESOLVED))
+            config.parse(after, self.path, self.objects.where(config.RESOLVED), of_a_run=True)
             self.objects.put(config.RESOLVED, after)
 
     @property
