@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -331,23 +331,39 @@ class Loop:
         seed_s, chunk = _seed_s(history), exploration.request_seeds
         if exploration.budget == "time":
             spare_s = [row.measured["spare_s"] for row in history if "spare_s" in row.measured]
-            return affordable(spare_s=spare_s, seed_s=seed_s, chunk=chunk)
-        work_s = history[-1].measured.get("work_s", 0.0)
-        if not (seed_s and work_s):
+            limit = affordable(spare_s=spare_s, seed_s=seed_s, chunk=chunk)
+            return None if limit is None else max(limit, chunk * self._config.explored_first)
+        if not (seed_s and history[-1].measured.get("work_s")):
             return None
+        probes = ceil(len(prompts) / PROBE_SHARE)  # or the fidelity would never be measured again
+        return chunk * max(probes, self._chunks_worth_trying(context, iteration, prompts, beliefs, chunk * seed_s))
+
+    def _chunks_worth_trying(
+        self, context: RunContext, iteration: int, prompts: Sequence[Prompt], beliefs: Beliefs, chunk_s: float
+    ) -> int:
+        """Chunks of candidates that are worth their seconds; what is trained on as drawn must be drawn in any case."""
+        exploration, rollout = self._config.exploration, self._config.rollout
+        history, chunk = self._run.last(HISTORY, HistoryRow, RECENT), exploration.request_seeds
+        drawn = ceil(rollout.seeds_kept / chunk) if exploration.reuse else 0
+        needed = drawn * len(prompts)
         captured = captured_variance(
             [prompt.id for prompt in prompts],
             replace(beliefs, fidelity=1.0) if exploration.reuse else beliefs,  # what is kept is what was drawn
             iteration=iteration,
-            groups=self._config.rollout.prompts,
-            chunks=exploration.seeds_tried * len(prompts) // chunk,
+            groups=rollout.prompts,
+            chunks=max(0, exploration.seeds_tried * len(prompts) // chunk - needed),
             chunk=chunk,
-            keep=self._config.rollout.seeds_kept,
+            keep=rollout.seeds_kept,
             seed=context.seed,
+            drawn=drawn,
         )
-        probes = -(-len(prompts) // PROBE_SHARE)  # or the fidelity would never be measured again
         idle_s = fmean(row.measured.get("idle_s", 0.0) for row in history)
-        return chunk * max(probes, worth_exploring(captured, work_s=work_s, chunk_s=chunk * seed_s, idle_s=idle_s))
+        if self._config.explored_first:  # then spot workers did not idle meanwhile: their gradients waited
+            idle_s -= fmean(row.measured.get("beside_s", 0.0) for row in history)
+        else:
+            idle_s -= needed * chunk_s
+        work_s = history[-1].measured["work_s"] + needed * chunk_s
+        return needed + worth_exploring(captured, work_s=work_s, chunk_s=chunk_s, idle_s=max(0.0, idle_s))
 
     def _validated_versions(self) -> set[int]:
         return {row.version for row in self._run.validation()}

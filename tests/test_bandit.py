@@ -564,6 +564,18 @@ def test_the_variance_expected_of_exploration_begins_with_an_average_prompt_and_
     assert 1.1 * curve[0] < curve[-1] <= 4 * 0.25
 
 
+def test_candidates_that_are_drawn_in_any_case_are_not_counted_among_those_explored() -> None:
+    coins = replace(learn(Beliefs(), 0, {prompt: [0.0, 1.0] * 32 for prompt in range(4)}), fidelity=1.0)
+    facts: dict[str, Any] = {"iteration": 1, "groups": 4, "chunks": 40, "chunk": 2, "keep": 4, "seed": 0}
+
+    all_counted = captured_variance(range(4), coins, **facts)
+    curve = captured_variance(range(4), coins, **facts, drawn=2)
+
+    assert curve[0] == pytest.approx(all_counted[0])  # four of four cannot be chosen
+    assert curve[4] > all_counted[4] + 0.1 * all_counted[0]  # a chunk for each beyond those four, not half of the four
+    assert curve[-1] == pytest.approx(all_counted[-1], rel=0.02)
+
+
 def test_nothing_is_expected_of_solved_prompts_and_more_where_the_varied_ones_may_be_chosen() -> None:
     solved: dict[int, list[float]] = {prompt: [1.0] * 64 for prompt in range(4)}
     varied: dict[int, list[float]] = {prompt: [0.0, 0.5, 1.0] * 21 for prompt in range(4, 8)}

@@ -660,6 +660,46 @@ def test_gradients_that_spot_workers_may_compute_come_after_rollouts_and_before_
     assert launched(cluster.decide()) == {"explore-r0/0": ["tcp://v"]}
 
 
+def test_what_must_be_explored_comes_after_rollouts_and_before_gradients_on_spot_workers() -> None:
+    cluster = Cluster(explored_first=2)
+    cluster.submit("rollout", 1)
+    cluster.submit("train", 9, pool="gradient-any")
+    cluster.submit("explore-r0", 1, iteration=1, phase="explore-r0")
+    cluster.submit("explore-r1", 3, iteration=1, phase="explore-r1")
+    cluster.join("a", pool="reserved")
+    cluster.join("s")
+
+    found = cluster.decide()
+    assert launched(found) == {"rollout/0": ["tcp://s"]}
+    assert trained(found) == {"train/0": "tcp://a"}
+    cluster.join("t")
+    assert launched(cluster.decide()) == {"explore-r0/0": ["tcp://t"]}
+    cluster.join("u", "v")
+    found = cluster.decide()
+    assert launched(found) == {"explore-r1/0": ["tcp://u"]}  # the second, and the last that is before gradients
+    assert trained(found) == {"train/1": "tcp://v"}
+    cluster.lose("t", ("explore-r0", 0))
+    cluster.change(("train", 1), "memory")
+    assert launched(cluster.decide()) == {"explore-r0/0": ["tcp://v"]}  # what was begun is still before them
+
+
+def test_each_iteration_has_what_must_be_explored_for_it() -> None:
+    cluster = Cluster(explored_first=1)
+    cluster.join("s")
+
+    for iteration in (1, 2):
+        cluster.submit(f"train-{iteration}", 1, pool="gradient-any", iteration=iteration - 1)
+        cluster.submit(f"explore-{iteration}", 2, iteration=iteration, phase="explore-r0")
+        cluster.submit(f"update-{iteration}", 1, pool="update", iteration=iteration - 1)
+
+        assert launched(cluster.decide()) == {f"explore-{iteration}/0": ["tcp://s"]}
+        cluster.change((f"explore-{iteration}", 0), "memory")
+        assert trained(cluster.decide()) == {f"train-{iteration}/0": "tcp://s"}
+        cluster.change((f"train-{iteration}", 0), "memory")
+        cluster.change((f"update-{iteration}", 0), "memory")
+        cluster.change((f"explore-{iteration}", 1), "forgotten")
+
+
 def test_rollouts_of_the_next_iteration_come_last_and_are_put_off_when_training_has_ended() -> None:
     cluster = Cluster()
     cluster.submit("rollout", 1)

@@ -148,6 +148,7 @@ AHEAD = (
     "run.validate_every=1",
 )
 REUSE = ("exploration.reuse=true", "train.parts=3", "run.iterations=4")
+FIRST = (*REUSE, 'strategy.train_pools=["reserved","spot"]')
 
 
 def _run(directory: Path, *more: str) -> RunDir:
@@ -168,7 +169,7 @@ def _loop_schedules() -> Iterator[Schedule]:
             spot=4,
             per_node=2,
             ups=schedule.ups[:4] if len(schedule.ups) >= 4 else 4 * schedule.ups[:1],
-            rules=replace(schedule.rules, close_with_training=False, quarantine_after=1000),
+            rules=replace(schedule.rules, close_with_training=False, explored_first=2, quarantine_after=1000),
             faults=tuple(sorted([*faults, more])),
         )
 
@@ -178,7 +179,7 @@ def _left_behind(run: RunDir) -> tuple[dict[str, Any], dict[str, bytes]]:
     return outcome(run.path), {str(path.relative_to(run.path)): path.read_bytes() for path in weights}
 
 
-@pytest.fixture(scope="module", params=[(), AHEAD, REUSE], ids=["exploring", "ahead", "reuse"])
+@pytest.fixture(scope="module", params=[(), AHEAD, REUSE, FIRST], ids=["exploring", "ahead", "reuse", "first"])
 def undisturbed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[tuple[str, ...], tuple[dict[str, Any], dict[str, bytes]]]:

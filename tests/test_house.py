@@ -168,7 +168,7 @@ def test_no_file_names_a_package_registry() -> None:
     naming = [
         file.relative_to(ROOT)
         for file in files
-        if file.is_file() and file.suffix in suffixes and any(host in file.read_text("utf-8") for host in HOSTS)
+        if file.is_file() and file.suffix in suffixes and any(host in file.read_text("utf-8", errors="replace") for host in HOSTS)
     ]
 
     assert naming == []

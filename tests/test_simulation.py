@@ -507,6 +507,21 @@ def test_candidates_that_are_trained_on_are_weighed_as_they_were_drawn(tmp_path:
     assert 0 < scored[0][-1] < scored[0][0]
 
 
+@pytest.mark.parametrize("budget", ["time", "worth"])
+def test_where_spot_workers_train_they_first_draw_what_the_next_iteration_trains_on(tmp_path: Path, budget: str) -> None:
+    spot_trains = ('strategy.train_pools=["reserved","spot"]', "exploration.reuse=true", f"exploration.budget={budget}")
+    many = ("run.iterations=6", "train.timesteps=8", "train.parts=24", "exploration.request_seeds=2")
+    simulation = simulated(tmp_path, *spot_trains, *many, "pools.spot.workers=3")
+
+    run, kept = simulation.directory, simulation.config.rollout.prompts * simulation.config.rollout.seeds_kept
+    selections = [selection for k in range(1, 6) if (selection := run.selection(k))]
+    assert len(selections) == 5
+    assert all(kept <= selection.seeds_scored for selection in selections)
+    assert all(each.drawn for selection in selections for each in selection.kept)
+    pools = {span["pool"] for span in run.rows(SPANS) if span["phase"] == "train" and span["iteration"] > 0}
+    assert pools == {"reserved", "spot"}
+
+
 def test_the_shell_compares_with_what_the_settings_name(tmp_path: Path) -> None:
     settings = settings_file(tmp_path)
     text = settings.read_text() + '\n[simulation.strategies."no exploration"]\n"strategy.exploration" = "off"\n'

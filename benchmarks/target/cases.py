@@ -162,6 +162,9 @@ STRATEGIES: dict[str, list[str]] = {
     "chosen of eight in six steps, gradients on spot (4 + 8)": ["strategy.exploration=off", *ON_SPOT, *CHOSEN],
     "Spotlight, four as drawn": [FOUR, "exploration.request_seeds=4", "exploration.reuse=true"],
     "Spotlight, eight as drawn": ["exploration.request_seeds=4", "exploration.reuse=true"],
+    "Spotlight, eight as drawn, gradients on spot (4 + 8)": [
+        *(*ON_SPOT, "exploration.request_seeds=4", "exploration.reuse=true", "exploration.budget=worth"),
+    ],
     "Spotlight, four as drawn (1 + 47)": [
         *(*ON_SPOT, *MORE_SPOT, FOUR),
         *("exploration.request_seeds=1", "exploration.reuse=true"),
@@ -182,6 +185,7 @@ as few steps, which are rolled out with the weights of now, and explores nothing
 RESERVED_ONLY, FOUR_EXPLORED = "reserved only (4)", "Spotlight, four of a prompt"
 FOUR_ON_MANY, AS_DRAWN = "Spotlight, four of a prompt (1 + 47)", "Spotlight, four as drawn"
 DRAWN_ON_MANY, EIGHT_DRAWN = "Spotlight, four as drawn (1 + 47)", "Spotlight, eight as drawn"
+EIGHT_ON_BOTH = "Spotlight, eight as drawn, gradients on spot (4 + 8)"
 SIX_ON_MANY = "six steps (1 + 47)"
 SIX_WITHOUT_GPU = "six steps, only updates on reserved (no GPU + 12)"
 CHOSEN_ON_RESERVED = "chosen of eight in six steps, reserved only (4)"
@@ -205,7 +209,7 @@ FILTERED = {
         *(RESERVED_ONLY, "no exploration, gradients on spot", "no exploration, gradients on spot (1 + 11)"),
         *("no exploration, gradients on spot (1 + 47)", NO_GPU_UNEXPLORED),
         *(CHOSEN_ON_RESERVED, CHOSEN_ON_BOTH, "chosen of eight in six steps (1 + 11)", CHOSEN_ON_MANY),
-        CHOSEN_WITHOUT_GPU,
+        *(CHOSEN_WITHOUT_GPU, EIGHT_DRAWN, EIGHT_ON_BOTH),
         *(name for name in IN_SIX_STEPS if "(4 + 8), only" not in name),
     )
 }
@@ -237,6 +241,7 @@ WITHOUT = {
     CHOSEN_ON_BOTH: "no exploration, gradients on spot",
     AS_DRAWN: "reserved + spot, no exploration",
     EIGHT_DRAWN: "reserved + spot, no exploration",
+    EIGHT_ON_BOTH: "no exploration, gradients on spot",
     DRAWN_ON_MANY: "no exploration, gradients on spot (1 + 47)",
 } | {
     name: name.replace("a quarter ahead", "no exploration, gradients on spot" if "(1 +" in name else "no exploration")

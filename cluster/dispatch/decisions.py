@@ -6,7 +6,7 @@ it, and notes in it what was decided.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import nsmallest
 from itertools import islice
 from operator import attrgetter
@@ -49,18 +49,43 @@ class Decisions:
         phase = state.phase(at_s)
         if "reserved" not in phase.pools and state.index.rollouts_reserved and state.rules.moves:
             yield from self._move_rollouts(at_s)
+        yield from self._explore_first(phase, at_s)
         yield from self._train(phase)
         if state.ready and state.index.rollouts_waiting:  # rollouts before gradients, and these before what can wait
-            yield from self._place(phase, at_s, everything=False)
+            yield from self._place(phase, at_s, lambda request: not request.can_wait)
             yield from self._train(state.phase(at_s))
         yield from self._place(phase, at_s)
         yield from self._widen(at_s)
 
-    def _place(self, phase: PhaseDecision, at_s: float, *, everything: bool = True) -> Iterator[Instruction]:
-        """Admit gangs for waiting requests; without ``everything``, only for those that cannot wait."""
+    def _explore_first(self, phase: PhaseDecision, at_s: float) -> Iterator[Instruction]:
+        """Begin what is to be explored before gradients are computed, once no rollout waits."""
+        state = self._state
+        if not (state.rules.explored_first and state.ready) or state.index.rollouts_waiting:
+            return
+        lost = sum(request.exploring for request in state.index.broken.values())
+        left = (state.rules.explored_first - state.explored[iteration] for iteration in state.index.explored_for())
+        fresh = max(0, *left, 0)
+        yield from self._place(
+            *(phase, at_s, lambda request: request.exploring and bool(fresh or request.epoch)), most=lost + fresh
+        )
+
+    def _place(
+        self,
+        phase: PhaseDecision,
+        at_s: float,
+        which: Callable[[RequestState], bool] = lambda _: True,
+        *,
+        most: int | None = None,
+    ) -> Iterator[Instruction]:
+        """Admit gangs for waiting requests.
+
+        Args:
+            which: whether a request may be admitted now; requests of a kind are alike.
+            most: how many may be.
+        """
         state = self._state
         if state.roster.idle and state.index.any_waits:
-            for launch in plan(self._view(phase, everything=everything)):
+            for launch in islice(plan(self._view(phase, which)), most):
                 yield self._launch(state.requests[launch.request], launch.workers, at_s)
 
     def _make_room(self, at_s: float) -> Iterator[Instruction]:
@@ -177,7 +202,7 @@ class Decisions:
             state.assign(task.key, address)
             yield Train(key=task.key, address=address, cause=cause)
 
-    def _view(self, phase: PhaseDecision, *, everything: bool) -> View:
+    def _view(self, phase: PhaseDecision, which: Callable[[RequestState], bool]) -> View:
         """What the plan looks at, without what cannot change it: requests and workers with no match, ends of queues.
 
         Fresh requests of a kind are alike. With more than twice as many of them as there are idle workers each gets
@@ -186,10 +211,10 @@ class Decisions:
         state = self._state
         enough = 2 * len(state.roster.idle) + 1
         pools = {worker.pool for worker in state.roster.idle.values()}
-        names = [name for name, request in state.index.broken.items() if everything or not request.can_wait]
+        names = [name for name, request in state.index.broken.items() if which(request)]
         for queue in state.index.queues.values():
             first = state.requests[queue[0][1]]
-            if (everything or not first.can_wait) and not pools.isdisjoint(state.pools_of(first, phase)):
+            if which(first) and not pools.isdisjoint(state.pools_of(first, phase)):
                 names += (name for _, name in islice(queue, enough))
         waiting = tuple(self._waiting(state.requests[name], phase) for name in names)
         wanted = {pool for request in waiting for pool in request.pools}
@@ -208,6 +233,8 @@ class Decisions:
         chosen = list(zip(request.gated, [worker.address for worker in workers], strict=False))
         members = {key: address for (_, key), address in chosen}
         cause = f"forming {request.epoch + 1}: {len(workers)} of {len(state.roster.idle)} idle workers"
+        if request.exploring and not request.epoch:
+            state.explored[request.iteration] += 1
         request.form(members, {w.address: w.name for w in workers}, workers[0].idle.pool, workers[0].idle.node)
         for key, address in members.items():
             state.assign(key, address)

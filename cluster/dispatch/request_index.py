@@ -36,6 +36,10 @@ class RequestIndex:
     def any_waits(self) -> bool:
         return bool(self.queues or self.broken)
 
+    def explored_for(self) -> set[int]:
+        """Iterations for which there is exploration that waits for its first gang."""
+        return {iteration for exploring, _, iteration, *_ in self.queues if exploring}
+
     def with_gang(self) -> Iterator[RequestState]:
         for there in self.at_work.values():
             yield from there.values()

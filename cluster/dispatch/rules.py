@@ -19,6 +19,8 @@ class Rules:
 
     close_with_training: bool = True
     """The end of training closes exploration."""
+    explored_first: int = 0
+    """Requests that explore for an iteration which spot workers run before they compute gradients."""
     hang_after_s: float = 60.0
     """A worker that is silent for longer is ended."""
     quarantine_after: int = 5
@@ -37,6 +39,7 @@ def rules_of(config: Config) -> Rules:
     strategy = config.strategy
     return Rules(
         close_with_training=strategy.exploration == "stale" and config.exploration.budget != "fixed",
+        explored_first=config.explored_first,
         hang_after_s=config.cluster.hang_after_s,
         quarantine_after=config.cluster.quarantine_after,
         reserved_computes=config.reserved_computes,

@@ -84,6 +84,8 @@ class State:
         self.requests: dict[str, RequestState] = {}
         self.ahead: dict[str, RequestState] = {}
         """Requests that are rollouts of the next iteration."""
+        self.explored = Counter[int]()
+        """{iteration: how many requests that explore for it have begun so far}"""
         self.order = 0
         """How many requests were added so far."""
         self.window = RolloutWindow()

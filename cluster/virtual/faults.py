@@ -151,6 +151,7 @@ def draw(seed: int) -> Schedule:
         per_node=per_node,
         rules=Rules(
             close_with_training=chance.random() < 0.5,
+            explored_first=Random(f"{seed} explored first").choice([0, 0, 1, 3]),
             hang_after_s=2.0,
             quarantine_after=1000 if always_fails is None else chance.randint(1, 3),
             reserved_computes=computes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -308,6 +309,20 @@ class Config(Section):
         """How many prompts an iteration draws: those explored, or else those rolled out."""
         explored = 0 if self.strategy.exploration == "off" else self.exploration.prompts
         return explored or self.rollout.prompts
+
+    @property
+    def explored_first(self) -> int:
+        """Requests of candidates that spot workers run before they compute gradients.
+
+        Where candidates are trained on as they were drawn, as many as give each prompt ``rollout.seeds_kept``: what has
+        fewer is rolled out once training has ended, when nothing else can be done. All, if they are worth their time.
+        """
+        exploration, spot_trains = self.exploration, "spot" in self.strategy.train_pools
+        if not (exploration.reuse and spot_trains and self.strategy.exploration == "stale"):
+            return 0
+        if exploration.budget == "worth":
+            return self.prompts_drawn * ceil(exploration.seeds_tried / exploration.request_seeds)
+        return self.rollout.prompts * ceil(self.rollout.seeds_kept / exploration.request_seeds)
 
     @property
     def trains_on_older(self) -> bool:

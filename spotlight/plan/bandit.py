@@ -217,6 +217,7 @@ def captured_variance(
     chunk: int,
     keep: int,
     seed: int,
+    drawn: int = 0,
 ) -> list[float]:
     """Variance that the kept seeds of an iteration are expected to have, after 0, 1, 2, ... chunks by `allocate`.
 
@@ -228,21 +229,29 @@ def captured_variance(
         groups: how many of them are rolled out.
         chunks: most that are planned; the list ends earlier where no further chunk gains anything.
         chunk, keep, seed: as in `allocate`.
+        drawn: chunks that each prompt gets in any case, which are not among those counted: where candidates are trained
+            on as drawn, ``keep`` of them must be drawn.
     """
     arms = [Arm(prompt=prompt) for prompt in prompts]
     chance_PKN, shares_PK = posterior(arms, beliefs, iteration)
-    worlds_PWJ = imagine(arms, chance_PKN, shares_PK, max(1, min(chunks, _ahead(keep, chunk))), chunk, keep, seed)
-    slopes_PJ = beliefs.fidelity**2 * _slopes(worlds_PWJ.mean(axis=1))
-    expected_P = unexplored_variance(chance_PKN, shares_PK, keep)
-    average, planned = float(expected_P.mean()), [0] * len(arms)
-    captured = [groups * average]
+    ahead = max(1, min(drawn + chunks, _ahead(keep, chunk)))
+    gained_PJ = imagine(arms, chance_PKN, shares_PK, ahead, chunk, keep, seed).mean(axis=1)
+    slopes_PJ = beliefs.fidelity**2 * _slopes(gained_PJ[:, drawn:])
+    unexplored_P = unexplored_variance(chance_PKN, shares_PK, keep)
+    expected_P = unexplored_P + beliefs.fidelity**2 * (gained_PJ[:, drawn] - gained_PJ[:, 0])
+    average, planned = float(unexplored_P.mean()), [0] * len(arms)
+
+    def captured() -> float:
+        explored = (variance for variance, count in zip(expected_P.tolist(), planned, strict=True) if drawn or count)
+        chosen = sorted(explored)[-groups:]
+        return sum(chosen) + (groups - len(chosen)) * average
+
+    found = [captured()]
     for p in _greedy(arms, slopes_PJ, chunks, LEAST_GAIN * average):
         expected_P[p] += slopes_PJ[p, planned[p]]
         planned[p] += 1
-        known = sorted((variance for variance, count in zip(expected_P.tolist(), planned, strict=True) if count))
-        chosen = known[-groups:]
-        captured.append(sum(chosen) + (groups - len(chosen)) * average)
-    return captured
+        found.append(captured())
+    return found
 
 
 def _ahead(keep: int, chunk: int) -> int:
