@@ -120,11 +120,11 @@ def test_a_choice_that_cannot_be_made_is_refused(rewards: list[float], keep: int
 counts = st.integers(1, 7)
 
 
-@given(prompts=counts, tried=st.integers(1, 40), chunk=st.integers(1, 20), rounds=counts)
+@given(prompts=counts, tried=st.integers(1, 40), chunk=st.integers(1, 20), rounds=counts, keep=st.integers(0, 9))
 def test_the_rounds_together_try_every_candidate_exactly_once(
-    prompts: int, tried: int, chunk: int, rounds: int
+    prompts: int, tried: int, chunk: int, rounds: int, keep: int
 ) -> None:
-    shares = [equal_shares(prompts, tried, chunk, rounds, index) for index in range(rounds)]
+    shares = [equal_shares(prompts, tried, chunk, rounds, index, keep=keep) for index in range(rounds)]
 
     dealt = [(p, first + i) for share in shares for p, first, count in share for i in range(count)]
     assert sorted(dealt) == [(p, candidate) for p in range(prompts) for candidate in range(tried)]
@@ -151,6 +151,12 @@ def test_shares_are_dealt_candidates_first() -> None:
 
     assert first == [(0, 0, 3), (1, 0, 3)]
     assert second == [(0, 3, 2), (1, 3, 2)]
+
+
+def test_what_is_trained_on_as_drawn_is_dealt_prompt_by_prompt_and_the_rest_candidates_first() -> None:
+    dealt = equal_shares(2, 8, 2, 1, 0, keep=3)
+
+    assert dealt == [(0, 0, 2), (0, 2, 2), (1, 0, 2), (1, 2, 2), (0, 4, 2), (1, 4, 2), (0, 6, 2), (1, 6, 2)]
 
 
 @given(slots=st.integers(1, 5000), gangs=st.integers(0, 500))

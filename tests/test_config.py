@@ -674,6 +674,11 @@ SD3 = ["model.name=sd3", "model.path=x", "model.height_px=64", "model.width_px=6
         (["train.steps_used=2"], 'train.steps_used = 2 with train.algorithm = "nft" counts nothing'),
         (["train.algorithm=dpo", "train.kl=0.1"], "train.kl = 0.1 with Diffusion-DPO counts nothing"),
         (
+            ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window_order=sliding"],
+            'rollout.sde_window_order = "sliding" counts nothing without a size',
+        ),
+        (["train.warm_up=8", "train.updates=2", "run.iterations=4"], "train.warm_up = 8 and the run has 8 updates"),
+        (
             SD3,
             "train.learning_rate = 0.0003 with train.lora_rank = 0: all weights are trained, at the rate of a LoRA",
         ),
@@ -693,6 +698,13 @@ def test_training_that_is_probably_not_meant_is_doubted(file: Path, overrides: l
         ["train.algorithm=grpo", "rollout.sampler=sde", "train.old_decay=delayed"],
         ["train.algorithm=dpo"],
         ["train.kl=0.1"],
+        [
+            "train.algorithm=grpo",
+            "rollout.sampler=sde",
+            "rollout.sde_window_order=sliding",
+            "rollout.sde_window_size=1",
+        ],
+        ["train.warm_up=7", "train.updates=2", "run.iterations=4"],
         [*SD3, "train.lora_rank=32"],
         [*SD3, f"train.learning_rate={ALL_WEIGHTS_RATE}"],
         ["exploration.seeds_tried=8", "exploration.request_seeds=8"],

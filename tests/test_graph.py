@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import pvariance
-from typing import Any
+from typing import Any, Literal
 
 import dask
 import pytest
@@ -563,8 +563,11 @@ def test_the_bandit_leaves_a_prompt_alone_whose_kept_seeds_cannot_differ_more(jo
     assert min(chosen[PROMPTS[1]], chosen[PROMPTS[2]]) > 0
 
 
-def test_prompts_that_are_trained_on_as_drawn_are_completed_one_after_the_other(journals: str) -> None:
-    candidates = replace(make_candidates(keep=4), planner="bandit", reuse=True, groups=2, candidates_max=10)
+@pytest.mark.parametrize("planner", ["bandit", "equal"])
+def test_prompts_that_are_trained_on_as_drawn_are_completed_one_after_the_other(
+    journals: str, planner: Literal["bandit", "equal"]
+) -> None:
+    candidates = replace(make_candidates(keep=4), planner=planner, reuse=True, groups=2, candidates_max=10)
 
     allocated = exploration.allocate(journals, candidates, 0, (), ())
 

@@ -508,7 +508,7 @@ def test_candidates_that_are_trained_on_are_weighed_as_they_were_drawn(tmp_path:
 
 
 @pytest.mark.parametrize("budget", ["time", "worth"])
-def test_where_spot_workers_train_they_first_draw_what_the_next_iteration_trains_on(tmp_path: Path, budget: str) -> None:
+def test_where_spot_workers_train_they_first_draw_what_is_trained_on_next(tmp_path: Path, budget: str) -> None:
     spot_trains = ('strategy.train_pools=["reserved","spot"]', "exploration.reuse=true", f"exploration.budget={budget}")
     many = ("run.iterations=6", "train.timesteps=8", "train.parts=24", "exploration.request_seeds=2")
     simulation = simulated(tmp_path, *spot_trains, *many, "pools.spot.workers=3")

@@ -97,7 +97,8 @@ def _bandit_chunks(
 def _equal_chunks(candidates: Candidates, round_index: int) -> list[tuple[int, int, int]]:
     """Equal shares; there is a slot for each, whatever the planner allocates."""
     return bandit.equal_shares(
-        len(candidates.prompts), candidates.seeds_tried, candidates.request_seeds, candidates.rounds, round_index
+        *(len(candidates.prompts), candidates.seeds_tried, candidates.request_seeds, candidates.rounds, round_index),
+        keep=candidates.keep if candidates.reuse else 0,
     )
 
 

@@ -73,6 +73,16 @@ def _of_training(settings: Config) -> Iterator[str]:
             f'train.steps_used = {train.steps_used} with train.algorithm = "{train.algorithm}" counts nothing: it '
             "trains on clean samples at train.timesteps noise levels; set that"
         )
+    if rollout.is_stochastic and rollout.sde_window_order == "sliding" and not rollout.sde_window_size:
+        yield (
+            'rollout.sde_window_order = "sliding" counts nothing without a size: all steps of rollout.sde_window are '
+            "stochastic; set rollout.sde_window_size"
+        )
+    if train.warm_up >= (updates := settings.run.iterations * train.updates):
+        yield (
+            f"train.warm_up = {train.warm_up} and the run has {updates} updates: the learning rate never comes to its "
+            "value; make one smaller, or run.iterations larger"
+        )
     for name in ("attempts", "batch", "limit_s", "patience_s"):
         default, first = type(settings.reward).model_fields[name].default, getattr(settings.reward, name)
         if others := {getattr(table, name) for table in settings.reward.also} - {default, first}:

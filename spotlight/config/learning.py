@@ -271,15 +271,17 @@ class ExplorationSection(Section):
     """Train on the kept candidates as exploration drew them, instead of rolling their seeds out again: with weights one
     version old (one-step off-policy) where exploration is "stale", with current ones where it is "blocking". For
     DiffusionNFT, which trains on clean samples, whoever drew them. So the planner gives prompt after prompt
-    ``rollout.seeds_kept`` candidates before any gets more; one that has fewer when training ends is rolled out."""
+    ``rollout.seeds_kept`` candidates before any gets more; one that has fewer when training ends is rolled out. Where
+    spot workers train, too (``strategy.train_pools``), they draw those candidates before they compute gradients."""
     planner: Literal["bandit", "equal"] = "bandit"
     """"bandit": candidates go to the prompts where they raise the variance of the kept seeds most; "equal": to all
     alike."""
     budget: Literal["time", "fixed", "worth"] = "time"
     """"time": the end of training closes exploration; "fixed": every candidate is tried; "worth": candidates
     are tried while the next ones raise the expected variance of the kept seeds by a larger share than they lengthen the
-    iteration. Seconds in which spot GPUs would idle count as free. It is for clusters whose GPUs could all roll out or
-    train instead (``strategy.train_pools``)."""
+    iteration. Seconds in which spot GPUs would idle count as free, and so do, with ``reuse``, the candidates that must
+    be drawn in any case. It is for clusters whose GPUs could all roll out or train instead
+    (``strategy.train_pools``)."""
 
 
 FILES_IN_OPTIONS = {"aesthetic": ("head",), "geneval": ("clip",)}

@@ -25,13 +25,13 @@ from spotlight.plan.worlds import imagine
 
 
 def equal_shares(
-    prompts: int, seeds_tried: int, chunk: int, rounds: int, round_index: int
+    prompts: int, seeds_tried: int, chunk: int, rounds: int, round_index: int, *, keep: int = 0
 ) -> list[tuple[int, int, int]]:
     """One round of the plain allocation: every prompt gets the same number of candidates.
 
     Chunks are dealt candidates first: every prompt's first chunk, then every prompt's second. So wherever the deadline
-    cuts, prompts are explored equally to within a chunk. The rounds together cover each prompt's candidates
-    ``0 .. seeds_tried - 1`` exactly once, and their numbers of chunks differ by at most one.
+    cuts, prompts are explored equally to within a chunk, but for their first ``keep``. The rounds together cover each
+    prompt's candidates ``0 .. seeds_tried - 1`` exactly once, and their numbers of chunks differ by at most one.
 
     Args:
         prompts: how many there are.
@@ -39,6 +39,8 @@ def equal_shares(
         chunk: most candidates in one request.
         rounds: how many rounds there are.
         round_index: which of them, from 0.
+        keep: candidates that a prompt gets before the next gets any: where candidates are trained on as drawn, a prompt
+            with fewer is rolled out whole.
 
     Returns:
         ``(prompt index, first candidate, number of candidates)`` each, in the order to run them.
@@ -56,6 +58,7 @@ def equal_shares(
         for first in range(0, seeds_tried, chunk)
         for prompt in range(prompts)
     ]
+    chunks.sort(key=lambda dealt: (0, dealt[0]) if dealt[1] < keep else (1, dealt[1]))  # stable
     start, end = (len(chunks) * edge // rounds for edge in (round_index, round_index + 1))
     return chunks[start:end]
 
