@@ -64,7 +64,7 @@ class Decisions:
             return
         lost = sum(request.exploring for request in state.index.broken.values())
         left = (state.rules.explored_first - state.explored[iteration] for iteration in state.index.explored_for())
-        fresh = max(0, *left, 0)
+        fresh = max([0, *left])
         yield from self._place(
             *(phase, at_s, lambda request: request.exploring and bool(fresh or request.epoch)), most=lost + fresh
         )
