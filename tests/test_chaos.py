@@ -45,7 +45,7 @@ SETTINGS = [
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [40, pytest.param(200, marks=pytest.mark.live)])
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.live)])
 def test_kills_by_the_dozen_change_no_bit(tmp_path: Path, kills: int) -> None:
     run = Run(settings_file(tmp_path, validated=1), [*SETTINGS, f"run.iterations={kills}"]).start()
     client_of(run)
@@ -125,6 +125,7 @@ class Chaos:
         return {worker["name"]: address for address, worker in workers.items() if worker["name"].startswith("spot")}
 
 
+@pytest.mark.live
 def test_a_worker_whose_engine_always_dies_costs_time_and_changes_no_bit(tmp_path: Path) -> None:
     """As one with a broken GPU: what it cannot do, others do, and nothing is set aside for it."""
     overrides = ["run.iterations=3", "strategy.widths=[1]", 'strategy.train_pools=["reserved","spot"]', "train.parts=4"]

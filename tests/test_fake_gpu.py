@@ -12,7 +12,7 @@ from runs import ROOT, settings_file
 SHORT = (
     "run.iterations=1 run.validate_every=1 rollout.prompts=2 rollout.steps=3 rollout.seeds_kept=2 "
     "exploration.seeds_tried=4 exploration.rounds=1 exploration.prompts=2 "
-    "data.train_prompts=few.txt data.validation_prompts=few.txt"
+    "data.train_prompts=few.txt data.validation_prompts=one.txt"
 )
 CHECKPOINT = (
     f"{SHORT} model.height_px=16 model.width_px=64 rollout.guidance=4.0 train.lora_rank=2 train.lora_alpha=4 "
@@ -31,7 +31,9 @@ CHECKPOINTS = {"qwen-image": tiny_qwen_image, "sd3": tiny_sd3, "flux": tiny_flux
 
 def write_prompts(directory: Path) -> None:
     """Those of `SHORT`."""
-    (directory / "few.txt").write_text("".join(f'A sign that says "{text}".\n' for text in ("42", "7", "e", "a")))
+    few = [f'A sign that says "{text}".\n' for text in ("42", "7", "e", "a")]
+    (directory / "few.txt").write_text("".join(few))
+    (directory / "one.txt").write_text(few[0])
 
 
 def run_on_both(directory: Path, cases: list[str]) -> list[tuple[float, float]]:

@@ -43,6 +43,14 @@ class R(Scorer):
 SMALL = ("run.iterations=1", "run.validate_every=1")
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a run that is over, which no test changes."""
+    run = Run(settings_file(tmp_path_factory.mktemp("finished")), SMALL).start()
+    run.wait()
+    return run.directory.path
+
+
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory where Python finds modules; what was imported from it is forgotten."""
@@ -346,25 +354,19 @@ def test_modules_that_a_kernel_finds_its_detached_driver_finds(monkeypatch: pyte
         ({"version": "latest"}, r"version = 'latest': give a whole number"),
     ],
 )
-def test_what_is_no_sample_is_refused_by_name(tmp_path: Path, given: dict[str, Any], says: str) -> None:
-    finished = Run(settings_file(tmp_path), SMALL).start()
-    finished.wait()
+def test_what_is_no_sample_is_refused_by_name(tmp_path: Path, finished: Path, given: dict[str, Any], says: str) -> None:
     fields: dict[str, Any] = {"prompt": 'c "47"', "to": str(tmp_path / "a.png"), "seeds": [1], **given}
 
     with pytest.raises(SpotlightError, match=says):
-        sample(finished.directory.path, **fields)
+        sample(finished, **fields)
 
 
-def test_exports_and_samples_take_places_as_texts(tmp_path: Path) -> None:
-    finished = Run(settings_file(tmp_path), SMALL).start()
-    finished.wait()
-    run_dir = finished.directory.path
-
-    assert sample(run_dir, 'c "47"', str(tmp_path / "a.png"), seeds=range(2)).is_file()
+def test_exports_and_samples_take_places_as_texts(tmp_path: Path, finished: Path) -> None:
+    assert sample(finished, 'c "47"', str(tmp_path / "a.png"), seeds=range(2)).is_file()
     with pytest.raises(SpotlightError, match="policy = 'xx': expected 'trained'"):
-        export_weights(run_dir, str(tmp_path / "weights"), policy="xx")  # type: ignore[arg-type]
+        export_weights(finished, str(tmp_path / "weights"), policy="xx")  # type: ignore[arg-type]
     with pytest.raises(SpotlightError, match="/proc/weights: cannot be written"):
-        export_weights(run_dir, "/proc/weights")
+        export_weights(finished, "/proc/weights")
 
 
 def test_learning_of_a_simulation_is_checked_before_anything_is_made(tmp_path: Path) -> None:
@@ -425,12 +427,12 @@ def test_a_notebook_says_how_far_a_run_is_and_links_to_its_live_page_while_there
     assert "<b>a &lt;GPU&gt;</b>" in described("")
 
 
-def test_a_long_prompt_is_shown_by_its_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finished = Run(settings_file(tmp_path), SMALL).start()
-    finished.wait()
+def test_a_long_prompt_is_shown_by_its_beginning(
+    tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = str(tmp_path / "a.png")
 
-    assert main(["sample", str(finished.directory.path), "--prompt", f'c "{"1" * 10_000}"', "--to", where]) == 1
+    assert main(["sample", str(finished), "--prompt", f'c "{"1" * 10_000}"', "--to", where]) == 1
 
     assert len(capsys.readouterr().err) < 1_000
 

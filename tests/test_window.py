@@ -135,6 +135,7 @@ def test_a_trainer_that_is_killed_between_two_parts_changes_nothing(
     assert outcome(run.directory.path) == in_one_thread
 
 
+@pytest.mark.live
 def test_the_window_adapts_and_is_kept_with_the_run(tmp_path: Path) -> None:
     settings = ("train.advantage_std=group", "strategy.exploration=off", "run.iterations=3")
     run = Run(settings_file(tmp_path), settings).start()
