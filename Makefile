@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 # files of tests go on at a time, since most wait for processes; a file's tests share what they began.
 test: export OMP_NUM_THREADS = 1
 test: lint
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 test-gpu: $(INSTALLED)
 	.venv/bin/python -m pytest -m gpu -ra

@@ -66,21 +66,8 @@ def shared_data() -> Path:
     return path
 
 
-LONGEST = (
-    *("test_run.py", "test_existing_cluster.py", "test_fake_gpu.py", "test_chaos.py", "test_notebook.py"),
-    *("test_buckets.py", "test_dashboard.py", "test_run_cluster.py", "test_elastic.py", "test_run_objects.py"),
-    *("test_parts.py", "test_simulation.py", "test_window.py", "test_report.py", "test_pauses.py"),
-)
-"""Files whose tests take longest together, the longest first."""
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that processes which take file after file end together.
-
-    Skip live tests that nobody asked for, and GPU tests where there is none; only these ask torch.
-    """
-    place = {name: at for at, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))  # stable
+    """Skip live tests that nobody asked for, and GPU tests where there is none; only these ask torch."""
     if not config.getoption("--live"):
         for item in items:
             if item.get_closest_marker("live"):
