@@ -336,14 +336,21 @@ class Loop:
         if not (seed_s and history[-1].measured.get("work_s")):
             return None
         probes = ceil(len(prompts) / PROBE_SHARE)  # or the fidelity would never be measured again
-        return chunk * max(probes, self._chunks_worth_trying(context, iteration, prompts, beliefs, chunk * seed_s))
+        worth = self._chunks_worth_trying(context, iteration, prompts, beliefs, history, chunk * seed_s)
+        return chunk * max(probes, worth)
 
     def _chunks_worth_trying(
-        self, context: RunContext, iteration: int, prompts: Sequence[Prompt], beliefs: Beliefs, chunk_s: float
+        self,
+        context: RunContext,
+        iteration: int,
+        prompts: Sequence[Prompt],
+        beliefs: Beliefs,
+        history: Sequence[HistoryRow],
+        chunk_s: float,
     ) -> int:
         """Chunks of candidates that are worth their seconds; what is trained on as drawn must be drawn in any case."""
         exploration, rollout = self._config.exploration, self._config.rollout
-        history, chunk = self._run.last(HISTORY, HistoryRow, RECENT), exploration.request_seeds
+        chunk = exploration.request_seeds
         drawn = ceil(rollout.seeds_kept / chunk) if exploration.reuse else 0
         needed = drawn * len(prompts)
         captured = captured_variance(

@@ -65,9 +65,11 @@ class Decisions:
         lost = sum(request.exploring for request in state.index.broken.values())
         left = (state.rules.explored_first - state.explored[iteration] for iteration in state.index.explored_for())
         fresh = max([0, *left])
-        yield from self._place(
-            *(phase, at_s, lambda request: request.exploring and bool(fresh or request.epoch)), most=lost + fresh
-        )
+
+        def is_first(request: RequestState) -> bool:
+            return request.exploring and (fresh > 0 or request.epoch > 0)
+
+        yield from self._place(phase, at_s, is_first, most=lost + fresh)
 
     def _place(
         self,
