@@ -12,10 +12,11 @@ demo: $(INSTALLED)
 	.venv/bin/spotlight run examples/ocr-tiny.toml
 
 # One BLAS thread per process: the tests start several, and results must not depend on how many cores there are. Two
-# files of tests go on at a time, since most wait for processes; a file's tests share what they began.
+# files of tests go on at a time; a file's tests share what they began. Files go in alphabetical order: else long files
+# of few tests come last, and one process waits for the other.
 test: export OMP_NUM_THREADS = 1
 test: lint
-	.venv/bin/python -m pytest -n 2 --dist loadfile
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(INSTALLED)
 	.venv/bin/python -m pytest -m gpu -ra

@@ -34,7 +34,7 @@ from spotlight.store.thumbnails import Picture, pictures, thumbnail
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 QUICK = {
-    "quickstart": ("SETTINGS = [", ["run.iterations=8", "exploration.budget=fixed", "cluster.dashboard_port=0"]),
+    "quickstart": ("SETTINGS = [", ["run.iterations=5", "exploration.budget=fixed", "cluster.dashboard_port=0"]),
     "plan-a-cluster": ("SETTINGS = [", ["run.iterations=3"]),
 }
 """Of each example, the line that a test replaces so that it takes seconds, and what it says instead. A run
