@@ -55,7 +55,7 @@ def kept(run: RunDir) -> list[Any]:
 def test_a_run_at_a_url_survives_its_driver_and_is_seen_from_anywhere(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_file(tmp_path)
+    settings = settings_file(tmp_path, validated=1)
     in_one_thread = create_run(config.load(settings), now_s=0.0)
     Loop(in_one_thread, synchronous, NoWatch()).go()
     settings.write_text(settings.read_text().replace(f'dir = "{tmp_path}"', f'dir = "{bucket}/runs"'))

@@ -280,6 +280,7 @@ def test_an_unknown_section_is_refused_with_the_known_ones(file: Path) -> None:
             "model.height_px=32",
             "model.height_px x model.width_px is 32 x 32, and 'tiny-text' draws 16 x 32 only: leave",
         ),
+        ("train.lora_alpha=null", "train.lora_alpha = 'null': TOML has no null; leave it out, and it has its default"),
         ("rollout.sde_window=['a', 2]", "rollout.sde_window.0 = 'a': input should be a valid integer"),
     ],
 )

@@ -29,6 +29,8 @@ WHOLE = "# The settings above are whole: sha256 "
 """Begins the last line of a file that `resolved` wrote."""
 KEYS_MAX = 8
 """Most names in a dotted key: settings are three deep, changes of simulated strategies two deeper."""
+NOTHING = ("null", "none", "nil")
+"""Words for no value in other languages; TOML has none."""
 
 SectionT = TypeVar("SectionT", bound=Section)
 Place = Callable[..., str]
@@ -307,6 +309,8 @@ def _explain(where: Place, error: Mapping[str, Any]) -> str:
             return f"{source}: {name} = {shown(error['input'])}: expected a list{one}"
         case "value_error":  # ours: its text names the fields
             return f"{source}: {message}"
+        case "int_parsing" | "float_parsing" | "bool_parsing" if str(error["input"]).lower() in NOTHING:
+            return f"{source}: {name} = {shown(error['input'])}: TOML has no null; leave it out, and it has its default"
         case _:
             return f"{source}: {name} = {shown(error['input'])}: {message[0].lower()}{message[1:]}"
 
