@@ -39,7 +39,10 @@ QUICK = {
 }
 """Of each example, the line that a test replaces so that it takes seconds, and what it says instead. A run
 lasts longer than its first iterations, after which a worker is killed."""
-SMALL = ["rollout.prompts=3", "rollout.seeds_kept=4", "exploration.seeds_tried=8", "train.timesteps=2"]
+SMALL = [
+    *("rollout.prompts=3", "rollout.seeds_kept=4", "exploration.seeds_tried=8", "train.timesteps=2"),
+    "run.validation_seeds=1",
+]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
