@@ -334,7 +334,6 @@ def test_an_iteration_that_is_done_again_trains_on_the_same_candidates_or_says_w
         Run.resume(again)
 
 
-@pytest.mark.live
 def test_gangs_that_share_training_and_are_killed_at_it_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
     shared = ("train.width=2", "train.parts=9", 'strategy.train_pools=["reserved","spot"]', "pools.reserved.workers=2")
     quiet, struck = (Run(settings_file(tmp_path / name), shared).start() for name in ("quiet", "struck"))
