@@ -31,7 +31,7 @@ POLL_S = 0.2
 
 def undisturbed(directory: Path, settings: tuple[str, ...]) -> dict[str, Any]:
     """What settings lead to without any cluster."""
-    run = create_run(config.load(settings_file(directory, validated=1), settings), now_s=0.0)
+    run = create_run(config.load(settings_file(directory), settings), now_s=0.0)
     Loop(run, synchronous, NoWatch()).go()
     return outcome(run.path)
 

@@ -114,11 +114,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     ],
 )
 def test_a_setting_that_cannot_be_used_is_refused_before_anything_starts(
-    tmp_path: Path, override: str, says: list[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], override: str, says: list[str]
 ) -> None:
     settings = settings_file(tmp_path)
 
-    said = refusal("run", settings, "--set", override)
+    status = main(["run", str(settings), "--set", override])
+
+    said = capfd.readouterr().err
+    assert status == 1
+    assert re.fullmatch("spotlight: [^\n]+\n", said), said
 
     assert [part for part in says if part not in said] == [], said
     assert list(tmp_path.glob("run-*")) == []

@@ -122,7 +122,7 @@ def learned(model: Model, old: Sequence[Tensor], *, guidance: float, rows: Seque
     return [torch.zeros(0) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize("guidance", [pytest.param(1.0, marks=pytest.mark.live), 2.0])
 @pytest.mark.parametrize(("name", "device"), CASES)
 def test_captured_passes_give_the_gradients_of_plain_ones(
     made: Checkpoints, monkeypatch: pytest.MonkeyPatch, name: str, device: str, guidance: float

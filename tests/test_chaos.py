@@ -45,9 +45,9 @@ SETTINGS = [
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.live)])
+@pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.live)])
 def test_kills_by_the_dozen_change_no_bit(tmp_path: Path, kills: int) -> None:
-    run = Run(settings_file(tmp_path, validated=1), [*SETTINGS, f"run.iterations={kills}"]).start()
+    run = Run(settings_file(tmp_path), [*SETTINGS, f"run.iterations={kills}"]).start()
     client_of(run)
     done = Chaos(random.Random(0), run).strike(kills)
     run.stop()
@@ -55,7 +55,7 @@ def test_kills_by_the_dozen_change_no_bit(tmp_path: Path, kills: int) -> None:
         run.wait()
     iterations = len(run.directory.rows(HISTORY))
 
-    quiet = Run(settings_file(tmp_path, validated=1), [*SETTINGS, f"run.iterations={iterations + 1}"]).start()
+    quiet = Run(settings_file(tmp_path), [*SETTINGS, f"run.iterations={iterations + 1}"]).start()
     quiet.wait()
 
     assert done.total() >= kills
@@ -129,7 +129,7 @@ class Chaos:
 def test_a_worker_whose_engine_always_dies_costs_time_and_changes_no_bit(tmp_path: Path) -> None:
     """As one with a broken GPU: what it cannot do, others do, and nothing is set aside for it."""
     overrides = ["run.iterations=3", "strategy.widths=[1]", 'strategy.train_pools=["reserved","spot"]', "train.parts=4"]
-    run = Run(settings_file(tmp_path, validated=1), overrides).start()
+    run = Run(settings_file(tmp_path), overrides).start()
     client, killed = client_of(run), set[int]()
     while run.alive and run.directory.count(HISTORY) < 2:  # the client of a run that ends answers nobody
         workers = client.scheduler_info(n_workers=-1).get("workers", {})
@@ -140,7 +140,7 @@ def test_a_worker_whose_engine_always_dies_costs_time_and_changes_no_bit(tmp_pat
             killed.add(pid)
     run.wait()
 
-    quiet = Run(settings_file(tmp_path, validated=1), overrides).start()
+    quiet = Run(settings_file(tmp_path), overrides).start()
     quiet.wait()
 
     assert len(killed) > 1

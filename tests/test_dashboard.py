@@ -610,7 +610,7 @@ IMAGES = (
     "for (const one of root.querySelectorAll('*')) if (one.shadowRoot) n += count(one.shadowRoot); return n; }"
 )
 """Bokeh puts what it shows into shadow trees, one within the other."""
-WIDTHS_PX = (480, 1050, 1280, 1920)
+WIDTHS_PX = (480, 1050, 1920)
 """At 1,050 px Dask's navigation has two rows."""
 UNCUT = (
     "(function all(root) { return [...root.querySelectorAll('*')].flatMap(one => "

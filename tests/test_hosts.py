@@ -119,7 +119,7 @@ class Cluster:
         """The driver of a new run, and the run's directory."""
         shared = self._hosts.shared
         given = " ".join(f"--set {setting}" for setting in settings)
-        file = settings_file(shared, validated=1)
+        file = settings_file(shared)
         line = f"spotlight run {file} --into {shared / 'run'} --cluster {self._address} {given}"
         return self._start("head", line), shared / "run"
 

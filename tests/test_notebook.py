@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from runs import ROOT, kill, settings_file, start, wait_for
+from runs import ROOT, VALIDATED, kill, settings_file, start, wait_for
 from spotlight import attach, notebook
 from spotlight.clock import wall_clock
 from spotlight.config import load
@@ -41,7 +41,7 @@ QUICK = {
 lasts longer than its first iterations, after which a worker is killed."""
 SMALL = [
     *("rollout.prompts=3", "rollout.seeds_kept=4", "exploration.seeds_tried=8", "train.timesteps=2"),
-    "run.validation_seeds=1",
+    *("run.validation_seeds=1", f"data.validation_prompts={VALIDATED[6]}"),
 ]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from runs import WAIT_S, settings_file, start, wait_for
+from runs import LITTLE, WAIT_S, settings_file, start, wait_for
 from spotlight import attach, notebook, simulate
 from spotlight.detached import _found_here
 from spotlight.driver import POLL_S
@@ -79,9 +79,9 @@ def test_a_reward_beside_the_settings_is_found_by_driver_and_workers_and_when_re
     (tmp_path / "beside_settings.py").write_text("from helps_beside import HALF\n" + SCORER.replace("0.5", "HALF"))
     (tmp_path / "helps_beside.py").write_text("HALF = 0.5\n")
 
-    process = start(
-        "run", settings_file(tmp_path), "--set", "reward.name=beside_settings:R", "--set", "run.iterations=1"
-    )
+    settings = ["reward.name=beside_settings:R", "run.iterations=1", *LITTLE]
+
+    process = start("run", settings_file(tmp_path), *(word for each in settings for word in ("--set", each)))
     said, _ = process.communicate(timeout=WAIT_S)
 
     assert process.returncode == 0, said

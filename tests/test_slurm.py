@@ -82,7 +82,7 @@ def test_jobs_that_are_displaced_or_warned_come_back_and_the_bits_are_the_same(
 ) -> None:
     """A more important job takes the place of the spot job, which Slurm queues again; then it ends on a warning, and
     another is submitted."""
-    run = Run(settings_file(tmp_path, validated=1), [*JOBS, *WORK, *PACED]).start()
+    run = Run(settings_file(tmp_path), [*JOBS, *WORK, *PACED]).start()
     eventually(lambda: rolling_out(run, iteration=0))
     (first,) = jobs("--partition=spot")
     displace = ["sbatch", "--partition=reserved", "--nodelist=n1", "--cpus-per-task=4", "--output=/dev/null"]
@@ -108,7 +108,7 @@ def test_jobs_that_are_displaced_or_warned_come_back_and_the_bits_are_the_same(
 def test_a_job_that_is_not_wanted_any_more_is_drained_and_not_queued_again(
     tmp_path: Path, undisturbed: dict[str, list[object]]
 ) -> None:
-    run = Run(settings_file(tmp_path, validated=1), [*JOBS, *WORK, *PACED]).start()
+    run = Run(settings_file(tmp_path), [*JOBS, *WORK, *PACED]).start()
     eventually(lambda: rolling_out(run, iteration=0) and run.status.workers["spot"] == 2)
     (first,) = jobs("--partition=spot")
     with pytest.raises(SpotlightError, match="this run can have 0, 2"):
@@ -138,7 +138,7 @@ def rolling_out(run: Run, *, iteration: int) -> bool:
 def test_a_driver_whose_time_is_over_is_queued_again_and_goes_on(
     tmp_path: Path, undisturbed: dict[str, list[object]]
 ) -> None:
-    submitted = submit(settings_file(tmp_path, validated=1))
+    submitted = submit(settings_file(tmp_path))
     lines = dict(line.split(maxsplit=1) for line in submitted.replace("run directory", "directory").splitlines())
     run = RunDir(lines["directory"])
     eventually(lambda: run.rows(HISTORY))
@@ -154,7 +154,7 @@ def test_a_driver_whose_time_is_over_is_queued_again_and_goes_on(
 @pytest.mark.timeout(3 * COLD_S)
 @pytest.mark.usefixtures("slurm")
 def test_a_driver_that_is_a_job_can_be_stopped_in_order_from_anywhere(tmp_path: Path) -> None:
-    line, directory, _ = submit(settings_file(tmp_path, validated=1)).splitlines()
+    line, directory, _ = submit(settings_file(tmp_path)).splitlines()
     run = RunDir(directory.split(maxsplit=2)[-1])
     eventually(lambda: run.rows(HISTORY))
 
@@ -245,7 +245,7 @@ def test_a_drivers_job_is_not_said_to_have_ended_where_slurm_does_not_answer(
 @pytest.mark.usefixtures("slurm")
 def test_whoever_is_killed_or_frozen_on_slurm_the_bits_are_the_same(tmp_path: Path) -> None:
     """In exploration, training and rollout; then the driver, which is resumed."""
-    settings, run = settings_file(tmp_path, validated=1), tmp_path / "run"
+    settings, run = settings_file(tmp_path), tmp_path / "run"
     given = (*JOBS, *EXPLORING, *SLOWLY, "cluster.hang_after_s=15")
     driver = start("run", settings, "--into", run, *(part for setting in given for part in ("--set", setting)))
     try:
@@ -273,7 +273,7 @@ def test_whoever_is_killed_or_frozen_on_slurm_the_bits_are_the_same(tmp_path: Pa
 @pytest.mark.usefixtures("slurm")
 def test_workers_whose_driver_is_killed_while_they_begin_end_and_so_do_their_jobs(tmp_path: Path) -> None:
     """Told to stop, and killed a second later, as Slurm does with a driver's job that is cancelled."""
-    settings, run = settings_file(tmp_path, validated=1), tmp_path / "run"
+    settings, run = settings_file(tmp_path), tmp_path / "run"
     driver = start("run", settings, "--into", run, *(part for setting in JOBS for part in ("--set", setting)))
     try:
         eventually(lambda: [log for log in run.glob("slurm/spot-*.out") if JOINING in log.read_text()])

@@ -74,13 +74,13 @@ def test_all_that_explore_try_the_same_recipes_and_so_do_all_that_do_not() -> No
         explores = "strategy.exploration=off" not in STRATEGIES[name]
         assert mine == by_strategy["Spotlight" if explores else "reserved only (4)"]
         assert len(mine) == len(TRIED) * len(TUNING_SEEDS)
-    points = cases.recipes(72)
+    points = cases.recipes()
     assert {points[trial]["explored"] for trial, _ in by_strategy["reserved only (4)"]} == {"4"}
     assert not set(TUNING_SEEDS) & set(SEEDS)
 
 
 def test_recipes_differ_and_each_is_one_that_a_run_can_have() -> None:
-    points = cases.recipes(1000)
+    points = cases.recipes()
 
     assert len({tuple(point.values()) for point in points}) == len(points) == 72
     assert list(points[0].values()) == [next(iter(choices)) for choices in SPACE.values()]
@@ -90,7 +90,7 @@ def test_recipes_differ_and_each_is_one_that_a_run_can_have() -> None:
 
 
 def test_half_of_a_prompts_samples_is_half_of_what_the_recipe_has() -> None:
-    large = next(trial for trial, point in enumerate(cases.recipes(72)) if point["groups x samples"] == "6 x 16")
+    large = next(trial for trial, point in enumerate(cases.recipes()) if point["groups x samples"] == "6 x 16")
 
     def settings(strategy: str, trial: int) -> config.Config:
         return config.load(cases.SETTINGS, Case(**CELL, strategy=strategy, trial=trial, seed=0).overrides())

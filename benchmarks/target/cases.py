@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from hashlib import sha256
 from itertools import islice, product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -350,24 +349,25 @@ def _learnt(case: Case) -> tuple[Any, ...] | None:
     return how, explored, settings.rollout, settings.run.validation_steps, Cut.of(settings)
 
 
-def recipes(count: int) -> list[dict[str, str]]:
-    """The base recipe and random points of the space, each once."""
+@cache
+def recipes() -> Sequence[Mapping[str, str]]:
+    """The base recipe, then all other points of the space in a random order."""
     points = [dict(zip(SPACE, names, strict=True)) for names in product(*SPACE.values())]
     order = np.random.Generator(np.random.Philox(0)).permutation(np.arange(1, len(points)))
-    return [points[0], *(points[index] for index in order)][:count]
+    return [points[0], *(points[index] for index in order)]
 
 
 def tried(strategy: str, trials: int) -> list[int]:
     """Indices of the recipes that a strategy tries. Without exploration, recipes that differ only in it are one."""
     explores = "strategy.exploration=off" not in STRATEGIES[strategy]
-    points = recipes(prod(map(len, SPACE.values())))
+    points = recipes()
     fitting = (at for at, point in enumerate(points) if explores or point["explored"] == points[0]["explored"])
     return list(islice(fitting, trials))
 
 
 def recipe(trial: int) -> list[str]:
     """The overrides of a trial."""
-    point = recipes(trial + 1)[trial]
+    point = recipes()[trial]
     found = [override for name, choice in point.items() if name != "explored" for override in SPACE[name][choice]]
     rolled = dict(override.rpartition("=")[::2] for override in found)
     explored = dict(override.split("=") for override in SPACE["explored"][point["explored"]])
@@ -385,7 +385,7 @@ def told(trial: int | None) -> str:
     """A recipe as text: how it differs from the base one."""
     if trial is None:
         return "untuned"
-    point = recipes(trial + 1)[trial]
+    point = recipes()[trial]
     other = [f"{dimension} {choice}" for dimension, choice in point.items() if choice != next(iter(SPACE[dimension]))]
     return ", ".join(other) or "base"
 

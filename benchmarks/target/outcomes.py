@@ -6,7 +6,7 @@ import argparse
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from itertools import combinations_with_replacement, product
 from math import factorial, inf, isinf, prod
 from typing import NamedTuple
@@ -45,10 +45,13 @@ class Data(tuple[Row, ...]):
 
 def reached(row: Row, target: float) -> float:
     """The first version of `IN_A_ROW` that are at the target; infinite if there are none."""
-    versions = sorted(map(int, row["scores"]))
-    scores = {int(version): score for version, score in row["scores"].items()}
-    runs = (versions[at : at + IN_A_ROW] for at in range(len(versions) - IN_A_ROW + 1))
-    return next((float(run[0]) for run in runs if min(scores[v] for v in run) >= target), inf)
+    found = curve(row)
+    at_target = 0
+    for at, (_, score) in enumerate(found):
+        at_target = at_target + 1 if score >= target else 0
+        if at_target == IN_A_ROW:
+            return float(found[at - IN_A_ROW + 1][0])
+    return inf
 
 
 def is_at(scores: Sequence[float], target: float) -> bool:
@@ -97,9 +100,13 @@ def interval(theirs: Mapping[int, float], ours: Mapping[int, float]) -> tuple[fl
     By paired bootstrap over seeds; a run that did not reach the target took longer than any that did. A draw of seeds
     in which neither median reached it counts as 1.
     """
-    seeds = sorted(theirs.keys() & ours.keys())
-    pairs_S2 = np.array([(theirs[seed], ours[seed]) for seed in seeds])
-    draws_DS, counts_D = _draws(len(seeds))
+    return _interval(tuple((theirs[seed], ours[seed]) for seed in sorted(theirs.keys() & ours.keys())))
+
+
+@cache  # several tables say the same
+def _interval(pairs: tuple[tuple[float, float], ...]) -> tuple[float, float, float]:
+    pairs_S2 = np.array(pairs)
+    draws_DS, counts_D = _draws(len(pairs))
     with np.errstate(invalid="ignore"):
         medians_D2 = np.median(pairs_S2[draws_DS], axis=1)
         ratios_D = np.nan_to_num(medians_D2[:, 0] / medians_D2[:, 1], nan=1.0, posinf=inf)
@@ -108,7 +115,7 @@ def interval(theirs: Mapping[int, float], ours: Mapping[int, float]) -> tuple[fl
         return float(whole[0] / whole[1]), float(low), float(high)
 
 
-@lru_cache
+@cache
 def _draws(seeds: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """As many seeds drawn with replacement, (D, S), and how often each draw comes, (D,); chance has no part in it.
 
