@@ -18,7 +18,7 @@ from elastic import STEPS, Live, latents, undisturbed
 from runs import WAIT_S, wait_for
 from spotlight.records import Quarantined, Request
 
-LONG = 300
+LONG = 150
 """Steps of a request that still runs when lost workers have been replaced."""
 ACROSS_WIDTHS = 1e-5 * STEPS
 """Each step is the same to 1e-5 at every width, and errors add up at most."""

@@ -119,6 +119,7 @@ class ElsewhereInTime(DaskCluster):
         return {**found, "PYTHONPATH": f"{self.directory}{os.pathsep}{found['PYTHONPATH']}"}
 
 
+@pytest.mark.live
 def test_a_driver_whose_clock_is_ahead_of_the_cluster_s_measures_the_same(tmp_path: Path, begin: Begin) -> None:
     cluster = ElsewhereInTime(tmp_path)
     try:
@@ -354,6 +355,7 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
     assert run.status.elapsed_s == looked_at.status.elapsed_s > 0
 
 
+@pytest.mark.live
 def test_of_two_workers_in_one_process_one_takes_part_and_the_other_says_why(undisturbed: Path, tmp_path: Path) -> None:
     code = """
 import faulthandler, sys, time
@@ -402,6 +404,7 @@ def engines() -> list[psutil.Process]:
     return [each for each in ours if each.ppid() in parents]
 
 
+@pytest.mark.live
 def test_a_worker_that_is_warned_leaves_in_order(existing: DaskCluster, begin: Begin) -> None:
     run = begin(existing.address, "run.iterations=100")
     warned = existing.worker("warned", "spot")

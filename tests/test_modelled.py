@@ -158,7 +158,7 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
     assert outcome(first.path) != outcome(second.path)
 
 
-@pytest.mark.parametrize("survived", [0, 1, 25, 60, 90, 140])
+@pytest.mark.parametrize("survived", [0, 1, 25, 60, 90, 110])
 def test_a_run_killed_before_any_task_and_resumed_leaves_the_same_bytes(tmp_path: Path, survived: int) -> None:
     undisturbed = go(make_run(tmp_path / "a"))
     killed = make_run(tmp_path / "b")

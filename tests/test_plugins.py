@@ -238,7 +238,7 @@ def test_during_a_run_dask_neither_moves_work_nor_gives_it_up_and_afterwards_it_
     assert after == before
 
 
-@pytest.mark.parametrize(("tasks", "saturation"), [(2, 1.1), (40, 1.1), (40, inf)])
+@pytest.mark.parametrize(("tasks", "saturation"), [(2, 1.1), pytest.param(40, 1.1, marks=pytest.mark.live), (40, inf)])
 def test_what_others_submit_never_runs_beside_the_scheduler(tasks: int, saturation: float) -> None:
     """There the driver is. Other workers are busy, so that the head is the one that Dask would choose."""
 

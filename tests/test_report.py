@@ -941,7 +941,8 @@ def test_every_label_names_a_metric_of_a_real_run_and_every_metric_but_seconds_h
     pools = ("spot", "reserved")
     losses = [f"pools.{pool}.{setting}" for pool in pools for setting in ("trace_model=bursty", "speedup=20000")]
     in_parts = ("train.advantage_std=group", "train.seeds_used=2", "exploration.budget=time")
-    policy = ("train.algorithm=grpo", "train.kl=0.01", "rollout.sampler=sde", "run.iterations=1")
+    few = ("rollout.prompts=2", "rollout.steps=3", "exploration.seeds_tried=4")
+    policy = (*few, "train.algorithm=grpo", "train.kl=0.01", "rollout.sampler=sde", "run.iterations=1")
 
     runs: dict[Learning, tuple[str, ...]] = {"modelled": (*gangs, *losses, *in_parts), "real": policy}
 

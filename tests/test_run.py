@@ -619,7 +619,7 @@ def test_a_fork_of_a_script_waits_for_no_run_of_it(tmp_path: Path) -> None:
 
 
 def test_training_closes_exploration_that_runs_on_time(tmp_path: Path) -> None:
-    overrides = ["exploration.budget=time", "exploration.seeds_tried=200"]
+    overrides = ["exploration.budget=time", "exploration.seeds_tried=100"]
     run = Run(settings_file(tmp_path), overrides).start()
     run.wait()
 

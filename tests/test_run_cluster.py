@@ -152,6 +152,7 @@ def _names(dask_worker: Worker) -> list[Any]:
     return [name for name in dask_worker.digests_total if isinstance(name, tuple) and "pow" in name]
 
 
+@pytest.mark.live
 def test_a_machine_whose_network_is_down_is_told_so(tmp_path: Path) -> None:
     alone = ["unshare", "--user", "--map-root-user", "--net"]
     if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:

@@ -79,7 +79,7 @@ def test_a_reward_beside_the_settings_is_found_by_driver_and_workers_and_when_re
     (tmp_path / "beside_settings.py").write_text("from helps_beside import HALF\n" + SCORER.replace("0.5", "HALF"))
     (tmp_path / "helps_beside.py").write_text("HALF = 0.5\n")
 
-    settings = ["reward.name=beside_settings:R", "run.iterations=1", *LITTLE]
+    settings = ["reward.name=beside_settings:R", "run.iterations=1", *LITTLE, "rollout.steps=3"]
 
     process = start("run", settings_file(tmp_path), *(word for each in settings for word in ("--set", each)))
     said, _ = process.communicate(timeout=WAIT_S)

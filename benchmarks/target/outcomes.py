@@ -106,27 +106,39 @@ def interval(theirs: Mapping[int, float], ours: Mapping[int, float]) -> tuple[fl
 @cache  # several tables say the same
 def _interval(pairs: tuple[tuple[float, float], ...]) -> tuple[float, float, float]:
     pairs_S2 = np.array(pairs)
-    draws_DS, counts_D = _draws(len(pairs))
+    drawn_DS, counts_D = _draws(len(pairs))
     with np.errstate(invalid="ignore"):
-        medians_D2 = np.median(pairs_S2[draws_DS], axis=1)
-        ratios_D = np.nan_to_num(medians_D2[:, 0] / medians_D2[:, 1], nan=1.0, posinf=inf)
+        theirs_D, ours_D = (_medians(values_S, drawn_DS) for values_S in pairs_S2.T)
+        ratios_D = np.nan_to_num(theirs_D / ours_D, nan=1.0, posinf=inf)
         whole = np.median(pairs_S2, axis=0)
         low, high = np.quantile(ratios_D, (0.025, 0.975), method="inverted_cdf", weights=counts_D)
         return float(whole[0] / whole[1]), float(low), float(high)
 
 
+def _medians(values_S: NDArray[np.float64], drawn_DS: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The median of each draw, (D,), given how many times it has each value; no draw is sorted."""
+    order, seeds = np.argsort(values_S), len(values_S)
+    ranks_DS = np.cumsum(drawn_DS[:, order], axis=1)
+    low_D, high_D = (
+        values_S[order][np.argmax(ranks_DS >= rank, axis=1)] for rank in ((seeds + 1) // 2, seeds // 2 + 1)
+    )
+    medians_D: NDArray[np.float64] = (low_D + high_D) / 2
+    return medians_D
+
+
 @cache
 def _draws(seeds: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """As many seeds drawn with replacement, (D, S), and how often each draw comes, (D,); chance has no part in it.
+    """As many seeds drawn with replacement: how many times a draw has each, (D, S), and how often it comes, (D,).
 
-    All draws that differ in more than their order; of many seeds, some that were drawn once and for all.
+    Chance has no part in it: all draws that differ in more than their order; of many seeds, some that were drawn once
+    and for all.
     """
     if seeds > SEEDS_MAX:
         drawn = np.random.Generator(np.random.Philox(0)).integers(seeds, size=(DRAWS, seeds))
-        return drawn, np.ones(DRAWS)
-    every = list(combinations_with_replacement(range(seeds), seeds))
-    orders = [factorial(seeds) / prod(factorial(count) for count in Counter(draw).values()) for draw in every]
-    return np.array(every), np.array(orders)
+        return np.stack([(drawn == seed).sum(axis=1) for seed in range(seeds)], axis=1), np.ones(DRAWS)
+    every = [Counter(draw) for draw in combinations_with_replacement(range(seeds), seeds)]
+    orders = [factorial(seeds) / prod(map(factorial, draw.values())) for draw in every]
+    return np.array([[draw[seed] for seed in range(seeds)] for draw in every]), np.array(orders)
 
 
 def ratio(found: tuple[float, float, float], digits: int = 1) -> str:

@@ -5,6 +5,8 @@ Pure: the same seed always gives the same trace.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from spotlight.market.traces import SECONDS_PER_H, Event, Trace
@@ -33,6 +35,7 @@ COLLAPSING = TraceModel(mean_share=0.431, losses_per_instance_h=0.541, spread=0.
 MODELS = {"bursty": BURSTY, "calm": CALM, "collapsing": COLLAPSING}
 
 
+@lru_cache(maxsize=8)  # a long one takes seconds; all strategies of a simulation have the same
 def synthesise(*, seed: int, capacity: int, duration_s: float, model: TraceModel = BURSTY) -> Trace:
     """A synthetic trace with correlated losses, whose means are the model's.
 
