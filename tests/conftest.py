@@ -54,7 +54,7 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--live", action="store_true", help="run the tests marked live, too: some twenty minutes more")
+    parser.addoption("--live", action="store_true", help="run the tests marked live, too: half an hour more")
 
 
 @pytest.fixture(scope="session")

@@ -355,7 +355,6 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
     assert run.status.elapsed_s == looked_at.status.elapsed_s > 0
 
 
-@pytest.mark.live
 def test_of_two_workers_in_one_process_one_takes_part_and_the_other_says_why(undisturbed: Path, tmp_path: Path) -> None:
     code = """
 import faulthandler, sys, time

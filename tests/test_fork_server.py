@@ -113,7 +113,6 @@ def test_a_parent_serves_the_workers_of_a_node_until_the_last_of_them_is_gone(st
     wait_for(lambda: is_gone(engine) and is_gone(parent) and not place.exists())
 
 
-@pytest.mark.live
 def test_a_parent_whose_place_was_removed_or_that_was_killed_is_followed_by_another(start: Start) -> None:
     worker = start()
     first, place = worker.engine()

@@ -212,8 +212,7 @@ STRUCK = ("pools.reward.trace_model=bursty", "pools.reward.preemption=mixed", "p
 
 @pytest.mark.live
 def test_workers_that_only_score_and_are_lost_change_no_sample_no_score_and_no_weight(tmp_path: Path) -> None:
-    prompts = f"data.validation_prompts={VALIDATED[1]}"
-    few = ("run.iterations=2", "rollout.prompts=2", "rollout.steps=4", "cluster.hang_after_s=1", prompts)
+    few = ("run.iterations=2", "rollout.prompts=2", "rollout.steps=4", "cluster.hang_after_s=1")
     plain = simulated(tmp_path / "plain", *few, learning="real").directory
     apart = simulated(tmp_path / "apart", *few, *SCORES_APART, *STRUCK, learning="real")
 
