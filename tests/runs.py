@@ -89,7 +89,7 @@ class NoWatch:
         return None
 
 
-def settings_file(directory: Path, validated: Literal[1, 6, 20] = 1) -> Path:
+def settings_file(directory: Path, validated: Literal[1, 20] = 1) -> Path:
     """A settings file whose runs go into the same directory.
 
     Args:

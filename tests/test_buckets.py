@@ -59,11 +59,14 @@ def test_a_run_at_a_url_survives_its_driver_and_is_seen_from_anywhere(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_file(tmp_path)
+    text = settings.read_text()
     for many, few in FEWER.items():
-        settings.write_text(settings.read_text().replace(many, few))
+        assert many in text
+        text = text.replace(many, few)
+    settings.write_text(text)
     in_one_thread = create_run(config.load(settings), now_s=0.0)
     Loop(in_one_thread, synchronous, NoWatch()).go()
-    settings.write_text(settings.read_text().replace(f'dir = "{tmp_path}"', f'dir = "{bucket}/runs"'))
+    settings.write_text(text.replace(f'dir = "{tmp_path}"', f'dir = "{bucket}/runs"'))
     command = [sys.executable, str(ROOT / "tests" / "killing_driver.py"), str(settings), "rollout", "1", "memory"]
 
     killed = subprocess.run(

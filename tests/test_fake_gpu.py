@@ -53,8 +53,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     command = [sys.executable, str(ROOT / "tests" / "fake_gpu.py"), str(settings_file(directory)), *cases.values()]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert told.returncode == 0, told.stderr
-    lines = [tuple(map(float, line.split())) for line in told.stdout.splitlines()]
-    return {name: (moved, apart) for name, (moved, apart) in zip(cases, lines, strict=True)}
+    lines = map(str.split, told.stdout.splitlines())
+    return {name: (float(moved), float(apart)) for name, (moved, apart) in zip(cases, lines, strict=True)}
 
 
 @pytest.mark.parametrize("name", [*EMBEDDED, *CHECKPOINTS])
