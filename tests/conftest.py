@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; child processes inherit it
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,12 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"{path} is absent: this check needs public data that the project does not ship")
     return path
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage: collections look only at what tests make."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

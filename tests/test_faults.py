@@ -25,7 +25,7 @@ from spotlight.store.rundir import RunDir
 SCHEDULES, FUNCTIONS = 1_200, 2
 WITHIN = 400
 """The first so many schedules find each planted bug."""
-LOOPS = 30
+LOOPS = 20
 
 
 @pytest.mark.parametrize("part", range(FUNCTIONS))

@@ -33,7 +33,7 @@ CONNECTIONS = 5
 """Processes that talk to each other: scheduler, head, one reserved and two spot workers."""
 
 
-LOOK_S = 0.1
+LOOK_S = 0.3
 REFUSED_S = 3.0
 """For a connection: a stranger who is turned away tries again until then."""
 
