@@ -209,7 +209,7 @@ class Loop:
 
     def _retain(self, k: int, trained_from: int, made: int) -> None:
         """Remove the versions and beliefs that nothing needs after an iteration."""
-        kept = {0, made, trained_from, *self._validated_versions()}
+        kept = {0, made, trained_from, *self._validated_to_keep()}
         if self._config.trains_on_older:  # some samples of this iteration are of the version before
             kept.add(max(0, k - 1))
         retain(self._run.url, kept)
@@ -374,6 +374,13 @@ class Loop:
 
     def _validated_versions(self) -> set[int]:
         return {row.version for row in self._run.validation()}
+
+    def _validated_to_keep(self) -> set[int]:
+        rows, last = self._run.validation(), self._config.run.versions_kept
+        if not last or len(rows) <= last:
+            return self._validated_versions()
+        best = max(rows, key=lambda row: row.score)
+        return {best.version, *(row.version for row in rows[-last:])}
 
 
 def _warn_of_rewards(k: int, training: TrainingSet, explored: Selection | None) -> None:

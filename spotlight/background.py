@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -60,6 +61,10 @@ class Background:
     def url(self) -> str:
         """The run's directory or URL."""
         return self._run.url
+
+    @property
+    def name(self) -> str:
+        return self._run.name
 
     @property
     def state(self) -> str:
@@ -138,6 +143,54 @@ def begun_here(url: str) -> Background | None:
         return next((each for each in _started if each.url == url and not each.is_over), None)
 
 
+def names_here(besides: str = "") -> set[str]:
+    """Names of the runs that are live threads of this process, besides the one at this URL.
+
+    Their signals to workers say no more than the name, so no two of them may have the same.
+    """
+    with _starting:
+        return {each.name for each in _started if each.url != besides and not each.is_over}
+
+
+def refuse_beside_a_run() -> None:
+    """
+    Raises:
+        SpotlightError: a run goes on in this process, whose worker for decisions a simulation would disturb: both use
+            the process's one device, and its signals.
+    """
+    if names := names_here():
+        raise SpotlightError(
+            f"the run {min(names)} goes on in this process, and a simulation would disturb it: simulate in another "
+            "process (`spotlight simulate`), or once the run has ended"
+        )
+
+
+@contextmanager
+def simulating() -> Iterator[None]:
+    """
+    Raises:
+        SpotlightError: a run, or another simulation, goes on in this process.
+    """
+    refuse_beside_a_run()
+    if not _simulating.acquire(blocking=False):
+        raise SpotlightError(f"{_SIMULATES}: wait for it, or simulate in another process")
+    try:
+        yield
+    finally:
+        _simulating.release()
+
+
+def refuse_while_simulating() -> None:
+    """
+    Raises:
+        SpotlightError: a simulation goes on in this process.
+    """
+    if _simulating.locked():
+        raise SpotlightError(f"{_SIMULATES}: wait for it, or start the run detached, or in another process")
+
+
+_SIMULATES = "a simulation goes on in this process, and uses its one device"
+_simulating = threading.Lock()
 _started: WeakSet[Background] = WeakSet()
 _starting = threading.RLock()
 """Guards `_started`; also held by who is interrupted by a signal, whose handler asks whether a run is alive."""
@@ -145,8 +198,8 @@ _starting = threading.RLock()
 
 def _forget() -> None:
     """After a fork: the child has none of these threads, and the lock may be held by one of them."""
-    global _starting
-    _starting = threading.RLock()
+    global _starting, _simulating
+    _starting, _simulating = threading.RLock(), threading.Lock()
     _started.clear()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight import config as configuration
-from spotlight.background import Background, begun_here, refuse_at_the_end
+from spotlight.background import Background, begun_here, names_here, refuse_at_the_end, refuse_while_simulating
 from spotlight.clock import wall_clock
 from spotlight.detached import begin, end_of, stop
 from spotlight.driver import POLL_S
@@ -190,6 +190,7 @@ class Run:
         rewards.refuse_while_importing()
         if not detached:
             refuse_at_the_end()
+            refuse_while_simulating()
         if self._is_ours:
             raise SpotlightError(f"{self.directory.url}: this run is already running")
         if self._directory is not None:
@@ -217,7 +218,12 @@ class Run:
         began_s = wall_clock()
         if self._directory is None:
             self._check_cluster()
-            self._directory = create_run(self.config, began_s)
+            self._directory = create_run(self.config, began_s, taken=names_here())
+        elif not detached and self._directory.name in names_here(self._directory.url):
+            raise SpotlightError(
+                f"{self._directory.url}: another run of this name goes on in this process, and signals to its workers "
+                "say no more than the name: wait for that one, or start this one detached, or in another process"
+            )
         check_same_model(self._directory, self.config)
         self._accounts = None
         self._refused = ("", None)

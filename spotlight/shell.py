@@ -156,7 +156,12 @@ class _Parser(argparse.ArgumentParser):
         if is_unknown:
             name, _, value = given.replace("=", " ", 1).partition(" ")
             key = name.replace("-", "_")
-            if found := [each for each in settings_named(key.rpartition(".")[2]) if each.endswith(key)]:
+            if name == "set":
+                message += (
+                    "; settings are given when a run begins (`spotlight run --set ...`), and stay: `spotlight resume` "
+                    "takes --iterations, --target and --usd-max"
+                )
+            elif found := [each for each in settings_named(key.rpartition(".")[2]) if each.endswith(key)]:
                 ways = " or ".join(f"--set {each}={value or '...'}" for each in found)
                 message = f"{message}; a setting is changed by {ways}"
         super().error(message)
@@ -202,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
         "The driver stops before its time limit, is queued again, and resumes. Given an existing run, this queues its\n"
         "driver again.",
     )
-    _add_settings(submit)
+    _add_settings(submit, "settings, a TOML file; or a run, whose driver is then submitted again")
     submit.add_argument("--dry-run", action="store_true", help="print the batch scripts, and do nothing")
     submit.add_argument("--begin", default="", metavar="TIME", help="earliest start, in sbatch's format, such as 22:00")
 
@@ -292,8 +297,8 @@ def _local(path: str) -> Path:
     return Path(path)
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="settings, a TOML file; see examples/")
+def _add_settings(parser: argparse.ArgumentParser, what: str = "settings, a TOML file; see examples/") -> None:
+    parser.add_argument("config", help=what)
     _add_overrides(parser, "run.seed=3")
 
 
@@ -420,9 +425,10 @@ def _stop(parsed: argparse.Namespace) -> None:
 
 def _submit(parsed: argparse.Namespace) -> None:
     from cluster.start.slurm import check_commands
-    from cluster.start.slurm_driver import check_jobs, scripts
+    from cluster.start.slurm_driver import check_jobs, check_time, scripts
     from spotlight import config
     from spotlight.inputs import check_inputs
+    from spotlight.report import tracking
 
     if is_url(parsed.config) or Path(parsed.config).is_dir():
         _submit_again(parsed)
@@ -433,6 +439,8 @@ def _submit(parsed: argparse.Namespace) -> None:
             parsed.config, [*parsed.overrides, 'cluster.manager="slurm"', "cluster.dashboard_port=0"]
         )
     check_inputs(settings)
+    tracking.check(settings)
+    check_time(settings)
     planned = f"{settings.run.dir}/{settings.run.name}"
     if parsed.dry_run:
         _show(scripts(settings, planned, begin=parsed.begin))
@@ -461,7 +469,10 @@ def _submit_again(parsed: argparse.Namespace) -> None:
     resuming.check(run)
     settings = run.config()
     if settings.cluster.manager != "slurm":
-        raise SpotlightError(f'{run.url}: cluster.manager = "{settings.cluster.manager}": `{run.resume_command}`')
+        raise SpotlightError(
+            f'{run.url}: its workers are no jobs of Slurm (cluster.manager = "{settings.cluster.manager}"), and so its '
+            f"driver cannot be one: `{run.resume_command}` goes on with it"
+        )
     if holder := run.holder():
         raise SpotlightError(f"{run.url}: {holder} is running this run: wait for it, or stop it first")
     if resuming.is_over(run, settings):

@@ -25,6 +25,7 @@ from graphs.loop import Loop
 from graphs.tasks import exploration, refills, sampling, training
 from graphs.tasks.context import prepare
 from spotlight import config as configuration
+from spotlight.background import refuse_beside_a_run, simulating
 from spotlight.clock import wall_clock
 from spotlight.config import Config, PoolSection
 from spotlight.device import protocol
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Learning = Literal["modelled", "real"]
-LOGGED_WORKERS = 100
-"""With more workers, the dispatcher's log is not kept: it would be the largest part of the run directory."""
 AS_CONFIGURED = "as configured"
 """The name of the settings themselves, unless they are one of the strategies that they are compared with."""
 COLLECT_AFTER = 200_000
@@ -115,6 +114,7 @@ def simulate(
     if learning and learning not in get_args(Learning):
         raise SpotlightError(f"learning = {shown(learning)}: expected {' or '.join(map(repr, get_args(Learning)))}")
     configuration.check_overrides(overrides)
+    refuse_beside_a_run()
     how = [f"simulation.learning={learning}"] if learning else []
     config = configuration.load(settings, [*overrides, *how])
     learning = config.simulation.learning
@@ -196,8 +196,7 @@ class Simulation:
         self.directory.write_json(SIMULATED, Simulated(learning=learning, strategy=strategy))
         self._accounts = Accounts(self.directory, config)
         self._clock = VirtualClock(self._began_s)
-        workers = sum(pool.workers for _, pool in config.pools)
-        self._dispatch = Dispatcher(rules_of(config), logged=workers <= LOGGED_WORKERS)
+        self._dispatch = Dispatcher(rules_of(config), logged=config.logs_decisions)
         self._cluster = VirtualCluster(
             self.directory.name,
             self._dispatch,
@@ -209,7 +208,7 @@ class Simulation:
 
     def go(self, *, report: bool = True) -> Outcome:
         """Run until it ends as a live run would, or until the last hour."""
-        with _device(self._learning), _few_collections():
+        with simulating(), _device(self._learning), _few_collections():
             if self.config.simulation.hours:
                 limit_s = self.config.simulation.hours * SECONDS_PER_H / self.config.emulated_per_real_s
                 self._clock.at(self._began_s + limit_s, self._end)

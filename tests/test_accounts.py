@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,23 @@ def test_a_worker_that_is_lost_between_two_iterations_counts_in_one_of_them(tmp_
 
     for name in ("preemptions", "others_lost", "gangs_broken"):
         assert sum(row.get(name, 0.0) for row in rows) == 1, name
+
+
+def test_displays_may_ask_while_workers_come_and_go(tmp_path: Path) -> None:
+    kept = books(open_run(tmp_path))
+    over = threading.Event()
+
+    def come() -> None:
+        for number in range(300):
+            row = life(f"spot-{number}", number, None)
+            kept.take(Drained.of({"spans": [], "workers": [(number, row)], "events": [], "decisions": []}))
+        over.set()
+
+    threading.Thread(target=come).start()
+    while not over.is_set():
+        kept.until_s(START_S)
+
+    assert kept.alive() == {"spot": 300}
 
 
 def test_all_lives_are_written_however_few_of_them_changed(tmp_path: Path) -> None:

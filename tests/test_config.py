@@ -269,7 +269,7 @@ def test_an_unknown_section_is_refused_with_the_known_ones(file: Path) -> None:
         ("run.seed=x", "run.seed = 'x': input should be a valid integer"),
         ("run.seed=1.5", "run.seed = 1.5: input should be a valid integer"),
         ("run.seed=-1", "run.seed = -1: input should be greater than or equal to 0"),
-        ("model.path=3", "model.path = 3: input should be a valid string"),
+        ("model.path=3", "model.path = 3: expected a text, so put it into quotation marks"),
         ("train.learning_rate=nan", "train.learning_rate = nan: input should be a finite number"),
         ("strategy.exploration=stall", "strategy.exploration = 'stall': input should be 'stale', 'blocking' or 'off'"),
         ("reward.options.graded=no", "reward.options.graded = 'no' of 'ocr' must be true or false"),
@@ -923,11 +923,47 @@ def test_one_of_several_rewards_is_changed_in_the_file(file: Path) -> None:
     [
         ('strategy.rollout_pools=["spot","spot"]', "strategy.rollout_pools = ['spot', 'spot']: names one twice"),
         ('tracking.to=["wandb","wandb"]', "tracking.to = ['wandb', 'wandb']: names one twice"),
+        ("pools.spot.slurm.memory=200", "slurm.memory = 200: expected a text, so put it into quotation marks"),
+        ("rollout.sde_window=3", "rollout.sde_window = 3: expected a list of 2, such as [0, 2]"),
+        ("rollout.sde_window=[3]", "rollout.sde_window: expected a list of 2, such as [0, 2]"),
         ('pools.spot.notices="sigterm"', """pools.spot.notices = 'sigterm': expected a list, such as ["sigterm"]"""),
     ],
 )
-def test_what_is_no_list_of_different_names_is_refused(file: Path, override: str, said: str) -> None:
+def test_what_is_of_another_type_is_refused_with_what_it_should_be(file: Path, override: str, said: str) -> None:
     assert said in refusal(file, override)
+
+
+SLURM = 'cluster.manager="slurm"'
+WORKERS = ("pools.reserved.gpu=h100", "pools.spot.gpu=h100", "pools.spot.workers=10", "pools.spot.workers_per_node=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (['pools.spot.slurm.partition="x"'], 'pools.spot.slurm counts nothing with cluster.manager = "local"'),
+        ([SLURM, "model.device=cuda"], "pools.reserved.slurm.gres = '' asks for no GPU, and a job has 1 workers"),
+        (
+            [SLURM, "model.device=cuda", "pools.reserved.slurm.gres=gpu", "pools.spot.slurm.gres=gpu:h100:4"],
+            "pools.spot.slurm.gres = 'gpu:h100:4' asks for 4 GPUs, and a job has 2 workers",
+        ),
+    ],
+)
+def test_what_slurm_is_not_asked_for_or_asked_too_little_for_is_doubted(
+    file: Path, overrides: list[str], says: str
+) -> None:
+    assert any(doubt.startswith(says) for doubt in load(file, [*WORKERS, *overrides]).doubts)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [SLURM],
+        [SLURM, "model.device=cuda", "pools.reserved.slurm.gres=gpu:1", "pools.spot.slurm.gres=disk:1,gpu:1g.10gb:2"],
+        [SLURM, "model.device=cuda", *(f'pools.{pool}.slurm.extra=["--gpus=2"]' for pool in ("reserved", "spot"))],
+    ],
+)
+def test_as_many_gpus_as_workers_are_not_doubted(file: Path, overrides: list[str]) -> None:
+    assert not [doubt for doubt in load(file, [*WORKERS, *overrides]).doubts if "slurm" in doubt]
 
 
 def test_a_time_limit_may_look_like_a_time_of_day(file: Path) -> None:

@@ -107,6 +107,21 @@ def launched(instructions: list[Instruction]) -> dict[str, list[str]]:
     return {i.gang: [member.address for member in i.members] for i in instructions if isinstance(i, Launch)}
 
 
+@pytest.mark.parametrize("node", ["elsewhere", "here"])
+def test_a_gang_wants_its_workers_on_one_node_in_one_pool(node: str) -> None:
+    cluster = Cluster()
+    cluster.join("r1", "r2", "r3", "r4", pool="reserved", node="here")
+    cluster.join("a", "b", "c", node=node)
+    cluster.submit("rollout", 1, shards=4, widths=(4,))
+
+    cluster.decide()
+    assert cluster.dispatch.state.snapshot().too_wide == 4
+    cluster.join("d", node=node)
+    cluster.decide()
+
+    assert cluster.dispatch.state.snapshot().too_wide == 0
+
+
 @pytest.mark.parametrize(
     ("told", "taken_down"),
     [((2.0, 4.0), (2.0, 4.0)), ((-3598.0, -1796.0), (1.0, 1.0)), ((1802.0, 3604.0), (5.0, 5.0))],

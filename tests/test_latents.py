@@ -545,12 +545,27 @@ def test_latents_that_do_not_read_back_after_compaction_stay_where_they_were(
 ) -> None:
     store, request = LatentStore(str(tmp_path)), make_request()
     commit_steps(store, request, until=4)
-    monkeypatch.setattr(ZarrStore, "open_array", lambda *_: np.empty((2, TOKENS, CHANNELS)))  # nothing reaches the disk
+    monkeypatch.setattr(ZarrStore, "write_rows", lambda *_: None)  # nothing reaches the disk
 
     with pytest.raises(SpotlightError, match="do not read back as written"):
         store.finish_iteration(0, "clean")
 
     np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
+
+
+def test_of_many_steps_only_those_that_are_wanted_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, request, read = LatentStore(str(tmp_path)), make_request(steps=20), list[str]()
+    commit_steps(store, request, until=20)
+    get = ZarrStore.get
+
+    async def counted(self: ZarrStore, key: str) -> bytes | None:
+        read.append(key)
+        return await get(self, key)
+
+    monkeypatch.setattr(ZarrStore, "get", counted)
+
+    np.testing.assert_array_equal(store.clean(request), make_latents(request, 20))
+    assert len([key for key in read if "commit." in key]) == 1
 
 
 def test_what_a_killed_compaction_left_is_no_part_of_the_next(tmp_path: Path) -> None:

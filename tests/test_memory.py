@@ -257,6 +257,17 @@ def test_the_texts_of_all_samples_of_a_part_count() -> None:
     assert ["train.parts" in each.way_out for each in (few, more)] == [False, True]
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_pass_has_no_more_rows_than_its_part(levels: int) -> None:
+    """A part has eight samples, each at so many noise levels."""
+    one, default = (
+        memory.estimate(*qwen_image(train={"timesteps": levels, "micro_batch": size}), QwenImage.lora_targets)[-1]
+        for size in (1, 64)
+    )
+
+    assert default.parts["activations"] == 8 * levels * one.parts["activations"]
+
+
 def test_both_samples_of_a_pair_count() -> None:
     one, pair = (
         memory.estimate(*qwen_image(train={"algorithm": name, "kl": 0.0}), QwenImage.lora_targets)[-1]

@@ -26,6 +26,7 @@ from spotlight.store import weights
 from spotlight.store.creating import create_run
 from spotlight.store.rows import HISTORY, SIMULATED, VALIDATION, HistoryRow
 from spotlight.store.rundir import RunDir
+from spotlight.store.versions import versions_of
 
 
 @pytest.fixture(autouse=True)
@@ -230,6 +231,17 @@ def test_validation_shows_the_score_of_the_weights(tmp_path: Path) -> None:
 
     assert before == pytest.approx(0.3, abs=0.03)
     assert after == pytest.approx(scores(run)[-1], abs=0.03)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_of_validated_versions_the_best_and_the_last_few_are_kept(tmp_path: Path, kept: int) -> None:
+    run = go(make_run(tmp_path, "run.iterations=12", "run.validate_every=2", f"run.versions_kept={kept}"))
+
+    *validated, last = run.validation()
+    best = max(validated, key=lambda row: row.score)  # the last one came after versions were last removed
+    assert last.version == 12
+    expected = {row.version for row in (best, *validated[-kept:])}
+    assert versions_of(run.path).numbers() == sorted({0, 11, 12} | expected)
 
 
 def test_training_in_parts_is_training_at_once(tmp_path: Path) -> None:

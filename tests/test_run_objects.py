@@ -22,6 +22,8 @@ import pytest
 
 from runs import LITTLE, WAIT_S, settings_file, start, wait_for
 from spotlight import attach, notebook, simulate
+from spotlight.background import names_here, simulating
+from spotlight.config import load
 from spotlight.detached import _found_here
 from spotlight.driver import POLL_S
 from spotlight.records import SpotlightError, Stopped
@@ -30,6 +32,7 @@ from spotlight.rl.sample import sample
 from spotlight.run import Run
 from spotlight.shell import main
 from spotlight.status import HINT_AFTER_S
+from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.rows import SUMMARY
 from spotlight.store.rundir import RunDir
 
@@ -138,6 +141,13 @@ def test_a_run_that_this_process_drives_can_be_reached_by_its_directory(tmp_path
     assert found.alive
     with pytest.raises(SpotlightError, match="already running"):
         Run.resume(run.directory.path).start()
+    namesake = create_run_at(tmp_path / "elsewhere" / run.directory.name, run.config)
+    with pytest.raises(SpotlightError, match=r"elsewhere.*: another run of this name goes on in this process"):
+        Run.resume(namesake.path).start()
+    at_s = time.mktime(time.strptime(run.directory.name[-15:], "%Y%m%d-%H%M%S"))
+    assert create_run(load(settings_file(tmp_path / "other")), at_s, taken=names_here()).name.endswith("-1")
+    with pytest.raises(SpotlightError, match="goes on in this process, and a simulation would disturb it"):
+        simulate(settings_file(tmp_path / "other"))
     wait_for(lambda: found.status.workers)
     assert found.client.scheduler_info()
     found.stop()
@@ -151,6 +161,20 @@ def test_a_run_that_this_process_drives_can_be_reached_by_its_directory(tmp_path
     run.stop()
     with pytest.raises(Stopped):
         again.wait()
+    assert not names_here()
+
+
+def test_neither_a_run_nor_another_simulation_begins_beside_a_simulation(tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path), SMALL)
+    with simulating():
+        with pytest.raises(SpotlightError, match="start the run detached, or in another process"):
+            run.start()
+        with pytest.raises(SpotlightError, match="wait for it, or simulate in another process"), simulating():
+            pass
+
+    assert run.state == "new"
+    with simulating():
+        pass
 
 
 def test_a_run_that_somebody_else_goes_on_with_is_seen_as_it_is(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ def test_what_a_person_can_put_right_is_one_sentence_and_status_1(
 def test_what_is_not_there_is_not_told_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path / "nope")]) == 1
     assert capsys.readouterr().err.startswith(f"spotlight: {tmp_path / 'nope'}: no such directory; ")
+    run = create_run(load(settings_file(tmp_path), ["run.name=yesterday"]), 0.0).path
+    assert main(["status", str(run)[:-1]]) == 1
+    assert capsys.readouterr().err.endswith(f"no such directory; did you mean {run}?\n")
     assert main(["run", ""]) == 1
     assert capsys.readouterr().err.startswith("spotlight: '' is no settings file: name one")
     (tmp_path / "notes").touch()
@@ -155,6 +158,13 @@ def test_a_setting_that_is_given_as_an_option_is_answered_with_the_way(
 
     assert left.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_settings_of_a_run_that_is_there_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["resume", "RUN", "--set", "train.learning_rate=1e-4"])
+
+    assert "`spotlight resume` takes --iterations, --target and --usd-max" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["export RUN", "sample RUN --prompt cat", "graph a.toml"])

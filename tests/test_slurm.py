@@ -654,13 +654,15 @@ def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
 
 def test_the_last_job_of_a_pool_has_the_workers_that_are_left_and_is_warned_without_grace_too(tmp_path: Path) -> None:
     needs_jobqueue()
-    settings = config.load(settings_file(tmp_path), [*JOBS, "pools.spot.workers=3", "pools.spot.grace_s=0"])
+    more = ("pools.spot.workers=3", "pools.spot.grace_s=0", 'pools.spot.slurm.gres="gpu:h100:2,disk:1"')
+    settings = config.load(settings_file(tmp_path), [*JOBS, *more])
 
     last = slurm_jobs.worker_job(
         "tls://here:1", pool="spot", first=2, section=settings.pools.spot, run_dir=tmp_path, security=None
     )
 
-    assert {"#SBATCH --ntasks=1", "#SBATCH --signal=TERM@1"} <= {*last.job_script().splitlines()}
+    asked = {"#SBATCH --ntasks=1", "#SBATCH --signal=TERM@1", "#SBATCH --gres=gpu:h100:1,disk:1"}
+    assert asked <= {*last.job_script().splitlines()}
     assert "srun --ntasks=1 " in last.job_script()
 
 
@@ -682,11 +684,23 @@ def test_time_limits_are_read_as_sbatch_reads_them(limit: str, seconds: float | 
     assert slurm_driver.seconds_of(limit) == seconds
 
 
-def test_a_driver_without_time_to_get_on_is_refused_before_it_is_queued(tmp_path: Path) -> None:
-    settings = config.load(settings_file(tmp_path), [*JOBS, "cluster.slurm.time=00:03:00"])  # a time of day, to TOML
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("cluster.slurm.time=00:03:00", "cluster.slurm.time = '00:03:00': "),  # a time of day, to TOML
+        ('tracking.to=["wandb"]', "tracking.to names 'wandb', which is not installed"),
+    ],
+)
+def test_what_the_driver_would_fail_of_is_refused_before_its_script_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, says: str
+) -> None:
+    needs_jobqueue()
 
-    with pytest.raises(SpotlightError, match=r"cluster\.slurm\.time = '00:03:00': .* 5 minutes at least"):
-        slurm_driver.check_jobs(settings, tmp_path / "run")
+    assert main(["submit", str(settings_file(tmp_path)), "--dry-run", "--set", setting]) == 1
+
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert not printed.out
 
 
 def test_a_time_limit_of_zero_is_none_as_to_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

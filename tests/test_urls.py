@@ -53,7 +53,7 @@ from spotlight.store.objects import (
     objects_at,
     retried,
 )
-from spotlight.store.rows import HISTORY, QUARANTINED, SIMULATED, SPANS, VALIDATION
+from spotlight.store.rows import DECISIONS, HISTORY, QUARANTINED, SIMULATED, SPANS, VALIDATION
 from spotlight.store.rundir import PUSH_S, RunDir, files_of
 from spotlight.store.zarr_store import ZarrStore
 
@@ -869,6 +869,22 @@ def test_a_run_at_a_url_has_one_driver(run: RunDir, tmp_path: Path, monkeypatch:
 
     with run.lock():  # what others did meanwhile is here again
         assert run.rows(HISTORY) == [{"iteration": 0}]
+
+
+def test_what_was_decided_is_brought_to_who_drives_a_run_alone(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run.lock():
+        run.append(DECISIONS, {"at_s": 1.0})
+
+    elsewhere = on_another_machine(tmp_path, monkeypatch, run)
+    elsewhere.pull()
+
+    assert not (elsewhere.path / DECISIONS).exists()
+    with elsewhere.lock():
+        elsewhere.append(DECISIONS, {"at_s": 2.0})
+    with run.lock():
+        assert run.rows(DECISIONS) == [{"at_s": 1.0}, {"at_s": 2.0}]
 
 
 def test_what_a_run_at_a_url_did_before_it_was_stopped_is_there(run: RunDir) -> None:

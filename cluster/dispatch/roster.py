@@ -7,6 +7,7 @@ few, its address, when it is gone.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from cluster.dispatch.events import Key, WeightsHeld, WorkerJoined, WorkerPool
@@ -68,6 +69,10 @@ class Roster:
     def head(self) -> WorkerState | None:
         """The worker beside the scheduler."""
         return next((worker for worker in self.workers.values() if worker.pool == "head"), None)
+
+    def largest_node(self, pools: Collection[str]) -> int:
+        """Workers of the node that has most of one of these pools: a gang is of one pool, on one node."""
+        return max((count for (pool, _), count in self.alive.items() if pool in pools), default=0)
 
     def join(self, event: WorkerJoined) -> None:
         worker = WorkerState(

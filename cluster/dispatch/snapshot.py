@@ -35,8 +35,8 @@ class Snapshot:
     """Requests that wait for workers."""
     waiting_for: tuple[str, ...]
     """Pools that requests wait for, and that have no worker at all now."""
-    narrowest: int
-    """Largest of the narrowest widths of the requests that wait; 0 where none waits."""
+    too_wide: int
+    """Workers that a waiting request needs on one node at least, and no node of its pools has; 0: there is no such."""
     widths: Mapping[int, int]
     """Gangs at work, by their width."""
     gangs: Mapping[str, GangView]

@@ -6,7 +6,7 @@ Knows no Dask and no clock. Questions that look often cost little: see `doing`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, get_args
@@ -326,6 +326,14 @@ class State:
         """Whether a task that Dask itself gives to any engine has none: to encode prompts, decode, or score."""
         return any(task.state == "gated" and task.label.pool == "engine" for task in self.tasks.values())
 
+    def _too_wide(self, waiting: Iterable[RequestState]) -> int:
+        narrowest: dict[tuple[str, ...], int] = {}
+        for request in waiting:
+            narrowest[request.pools] = max(request.widths[0], narrowest.get(request.pools, 0))
+        return max(
+            (width for pools, width in narrowest.items() if width > self.roster.largest_node(pools) > 0), default=0
+        )
+
     def snapshot(self) -> Snapshot:
         """The state now; plain values."""
         lives = self.journal.lives.values()
@@ -336,7 +344,7 @@ class State:
             running=dict(Counter(task.label.phase for task in self.tasks.values() if task.state == "processing")),
             waiting=len(waiting),
             waiting_for=self.missing_pools(),
-            narrowest=max((request.widths[0] for request in waiting), default=0),
+            too_wide=self._too_wide(waiting),
             widths=dict(Counter(request.width for request in self.index.with_gang())),
             gangs={name: view_of(request) for name, request in self.requests.items()},
             leaving=frozenset(self.roster.leaving),

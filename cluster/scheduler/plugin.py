@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
@@ -84,6 +83,7 @@ class DispatchPlugin(SchedulerPlugin):
         driver: says who the driver is, to others who want to run something here.
         member: name of the worker plugin of this run.
         page: name of the scheduler plugin with the run's live page; empty where there is none.
+        logged: whether the dispatcher's log is kept.
         clock: in seconds since 1970, as workers have it.
     """
 
@@ -99,10 +99,12 @@ class DispatchPlugin(SchedulerPlugin):
         driver: str,
         member: str,
         page: str = "",
+        logged: bool = True,
         clock: Clock = wall_clock,
     ) -> None:
         self._run, self._session, self._rules = run, session, rules
         self._owner, self._driver, self._member, self._page = owner, driver, member, page
+        self._logged = logged
         self._clock, self._version = clock, code_version()
 
     async def start(self, scheduler: Scheduler) -> None:
@@ -113,7 +115,7 @@ class DispatchPlugin(SchedulerPlugin):
         """
         self._refuse_another(scheduler)
         self._scheduler = scheduler
-        self._dispatch = Dispatcher(self._rules)
+        self._dispatch = Dispatcher(self._rules, logged=self._logged)
         self._closed = self._deciding = False
         self._answers = Answers()
         # Apart from answers, since it is seen: also of workers that have not answered, or are no part of any run.
@@ -436,10 +438,7 @@ class DispatchPlugin(SchedulerPlugin):
             *(() if "reserved" in now.pools else ("reserved",)),
             *(() if self._answers.ready_in("head") else (DRIVERS_OWN,)),
         }
-        nodes = Counter(each.node for each in self._answers.ready_in("reserved", "spot").values())
-        largest = max(nodes.values(), default=0)
-        narrow = [f"{now.narrowest}{ON_ONE_NODE}"] if now.narrowest > largest > 0 else []
-        return [*sorted(missing), *narrow]
+        return [*sorted(missing), *([f"{now.too_wide}{ON_ONE_NODE}"] if now.too_wide else [])]
 
     def _hopeless(self, now: Snapshot) -> str:
         """Why the run cannot go on: a task ends all its workers, nothing begins though all is there, or nobody who is

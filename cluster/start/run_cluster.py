@@ -130,6 +130,7 @@ class RunCluster:
                 driver=f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%H:%M:%S')}",
                 member=member_name(self.session),
                 page=PagePlugin.name,
+                logged=config.logs_decisions,
             )
             self._register(dispatch)
             stack.callback(self._leave)
@@ -428,6 +429,7 @@ class Head:
             resources={"head": 4},
             memory_limit=0,
             dashboard=False,
+            dashboard_address="127.0.0.1:0",  # Dask serves its health there all the same
             local_directory=self._directory,
         )
 

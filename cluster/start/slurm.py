@@ -446,7 +446,7 @@ def _directives(section: PoolSection, workers: int) -> Iterator[str]:
     yield "--open-mode=append"
     yield f"--signal=TERM@{max(1, round(section.grace_s))}"
     if slurm.gres:
-        yield f"--gres={slurm.gres}"
+        yield f"--gres={slurm.gres_of(workers, section.node_workers)}"
     yield from slurm.extra
 
 

@@ -79,11 +79,10 @@ def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> st
     )
 
 
-def check_jobs(config: Config, run_dir: Path | str) -> None:
-    """Ask Slurm whether it would take the jobs that the driver will submit.
-
+def check_time(config: Config) -> None:
+    """
     Raises:
-        SpotlightError: it would not, or the driver's time limit is too short to make progress.
+        SpotlightError: the driver's time limit is too short to make progress.
     """
     limit_s = seconds_of(config.cluster.slurm.time)
     if limit_s is not None and 0 < limit_s < DRIVER_LEAST_S:  # 0 is no limit
@@ -91,6 +90,14 @@ def check_jobs(config: Config, run_dir: Path | str) -> None:
             f"cluster.slurm.time = {config.cluster.slurm.time!r}: the driver is told {DRIVER_NOTICE_S} s before its "
             f"time is over, and needs minutes to get on: give it {DRIVER_LEAST_S // 60} minutes at least"
         )
+
+
+def check_jobs(config: Config, run_dir: Path | str) -> None:
+    """Ask Slurm whether it would take the jobs that the driver will submit.
+
+    Raises:
+        SpotlightError: it would not.
+    """
     for pool, section in config.pools:
         if section.workers:
             check_job(pool, section, files_of(run_dir), None)

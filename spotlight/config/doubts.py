@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from spotlight.config.machines import NO_GPU
+from spotlight.config.machines import NO_GPU, SlurmSection
 from spotlight.market.prices import USUAL_GPU, price_list, usd_per_h
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def doubts_of(settings: Config) -> Iterator[str]:
     yield from _of_training(settings)
     yield from _of_exploration(settings)
     yield from _of_machines(settings)
+    yield from _of_slurm(settings)
     yield from _of_prices(settings)
     yield from _of_traces(settings)
     yield from _of_pace(settings)
@@ -136,7 +137,7 @@ def _of_machines(settings: Config) -> Iterator[str]:
             f'pools.spot.workers = {pools.spot.workers} only validate: strategy.exploration is "off", and neither '
             'strategy.rollout_pools nor strategy.train_pools has "spot"; add it there, or set pools.spot.workers = 0'
         )
-    node = min(pools.spot.workers, pools.spot.workers_per_node)
+    node = pools.spot.node_workers
     narrowest = strategy.widths[0 if strategy.elastic else -1]
     if 0 < node < narrowest and "spot" in strategy.rollout_pools and "spot" not in strategy.train_pools:
         yield (
@@ -165,6 +166,30 @@ def _of_machines(settings: Config) -> Iterator[str]:
         yield (
             f"pools.reserved.usd_per_h = {pools.reserved.usd_per_h:g} for a machine without a GPU (gpu = "
             f'"{NO_GPU}"), which the list has for {usd_per_h(NO_GPU, "reserved"):g}: leave it out, or set your price'
+        )
+
+
+def _of_slurm(settings: Config) -> Iterator[str]:
+    pools = [(f"pools.{name}.slurm", pool) for name, pool in settings.pools if pool.workers]
+    if settings.cluster.manager != "slurm":
+        if given := [name for name, pool in pools if pool.slurm != SlurmSection()]:
+            yield (
+                f'{", ".join(given)} counts nothing with cluster.manager = "{settings.cluster.manager}": all workers '
+                'are processes of this machine; set cluster.manager = "slurm", or use `spotlight submit`'
+            )
+        return
+    model = settings.model
+    if model.device == "cpu" or (model.device == "auto" and model.embedded):
+        return
+    for name, pool in pools:
+        asks_otherwise = any("gpu" in option for option in pool.slurm.extra)
+        if name == "pools.reward.slurm" or pool.gpu == NO_GPU or asks_otherwise or pool.slurm.gpus == pool.node_workers:
+            continue
+        asked = f"asks for {pool.slurm.gpus} GPUs" if pool.slurm.gres else "asks for no GPU"
+        yield (
+            f"{name}.gres = {pool.slurm.gres!r} {asked}, and a job has {pool.node_workers} workers (workers, or "
+            "workers_per_node): where a worker finds no free GPU, it shares one with another; set "
+            f'"gpu:{pool.node_workers}"'
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import (
@@ -294,6 +294,8 @@ def _explain(where: Place, error: Mapping[str, Any]) -> str:
     match error["type"]:
         case "extra_forbidden":
             return f"{source}: {_unknown(sections, field)}"
+        case "missing" if field.isdecimal():  # a place in a list
+            return f"{source}: {'.'.join(sections)}: expected {_list_of(sections[:-1], sections[-1], None)}"
         case "missing" if not sections:
             return f"{source}: the section [{name}] is missing; it has {_known([name])}"
         case "missing" if field == "usd_per_h":
@@ -305,8 +307,9 @@ def _explain(where: Place, error: Mapping[str, Any]) -> str:
             known = _known([*sections, field])
             return f"{source}: {name} = {shown(error['input'])}, but it is a section; it has {known}"
         case "tuple_type":
-            one = f", such as {toml}" if (toml := _as_list(error["input"])) else ""
-            return f"{source}: {name} = {shown(error['input'])}: expected a list{one}"
+            return f"{source}: {name} = {shown(error['input'])}: expected {_list_of(sections, field, error['input'])}"
+        case "string_type" if isinstance(error["input"], int | float):
+            return f"{source}: {name} = {shown(error['input'])}: expected a text, so put it into quotation marks"
         case "value_error":  # ours: its text names the fields
             return f"{source}: {message}"
         case "int_parsing" | "float_parsing" | "bool_parsing" if str(error["input"]).lower() in NOTHING:
@@ -315,9 +318,13 @@ def _explain(where: Place, error: Mapping[str, Any]) -> str:
             return f"{source}: {name} = {shown(error['input'])}: {message[0].lower()}{message[1:]}"
 
 
-def _as_list(value: Any) -> str:
-    """A text or a number as a TOML list of one; "" for other values."""
-    return f"[{json.dumps(value)}]" if isinstance(value, str | int | float) else ""
+def _list_of(sections: Sequence[str], field: str, value: Any) -> str:
+    """What list a setting is, with an example: its default, if its length is fixed; else the value that was given."""
+    info = _section_at(sections).model_fields[field]
+    items = get_args(info.annotation)
+    if Ellipsis not in items and all(get_origin(item) is None for item in items) and isinstance(info.default, tuple):
+        return f"a list of {len(items)}, such as {json.dumps(info.default)}"
+    return f"a list, such as [{json.dumps(value)}]" if isinstance(value, str | int | float) else "a list"
 
 
 def _unknown(sections: Sequence[str], field: str) -> str:

@@ -19,6 +19,8 @@ NOTICES = re.compile(r"sigterm|sigusr1|file:.+|(aws|gcp|azure)(:http://.+)?")
 NO_GPU = "cpu"
 """``pools.*.gpu`` of a machine without one."""
 MONTH_S = 30 * DAY_S
+_GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]*[^:,()\d][^:,()]*)?(?::(\d+))?(?=[,(]|$)")
+"""In Slurm's generic resources: GPUs, perhaps of a type, and how many."""
 SPEEDUP_MIN, SPEEDUP_MAX = 1e-6, 1e6
 """At either limit, a second becomes eleven days, or the other way round."""
 
@@ -36,8 +38,8 @@ class SlurmSection(Section):
     account: str = ""
     """Empty: the user's default."""
     gres: str = ""
-    """Generic resources of a job, which has the workers of one node: such as "gpu:8", one GPU for each. A driver needs
-    none."""
+    """Generic resources of a job, which has the workers of one node: such as "gpu:8", one GPU for each. A job that has
+    fewer workers, the last of its pool, asks for as many GPUs as it has. A driver needs none."""
     time: Annotated[str, BeforeValidator(_as_text)] = ""
     """Most time that a job may take, such as "24:00:00"; empty: the partition's default."""
     cpus: int = Field(1, ge=1, le=65_536)
@@ -49,6 +51,19 @@ class SlurmSection(Section):
     """Shell lines to run first, such as "module load cuda". Jobs have the variables of the shell that submits them."""
     extra: tuple[str, ...] = ()
     """More options of sbatch, such as "--qos=low"."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that ``gres`` asks for."""
+        found = _GPUS.search(self.gres)
+        return int(found[1] or 1) if found else 0
+
+    def gres_of(self, workers: int, full: int) -> str:
+        """``gres`` of a job that has fewer workers than a full one: if that has a GPU for each, this has, too."""
+        found = _GPUS.search(self.gres)
+        if not found or workers == full or self.gpus != full:
+            return self.gres
+        return f"{self.gres[: found.start(1)]}{workers}{self.gres[found.end(1) :]}"
 
 
 class PoolSection(Section):
@@ -100,6 +115,11 @@ class PoolSection(Section):
     """How the trace takes workers away: without a word, with a notice, by freezing them, or each in turn."""
     slurm: SlurmSection = SlurmSection()
     """What the pool's jobs ask for."""
+
+    @property
+    def node_workers(self) -> int:
+        """Workers of a machine that has as many as the pool's machines may have."""
+        return min(self.workers, self.workers_per_node)
 
     @field_validator("gpu")
     @classmethod

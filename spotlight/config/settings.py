@@ -23,7 +23,6 @@ from spotlight.config.machines import (
     NO_GPU,
     ClusterSection,
     PaceSection,
-    PoolSection,
     PoolsSection,
     SimulationSection,
     SpSection,
@@ -33,6 +32,9 @@ from spotlight.config.section import WIDTH_MAX, Section
 from spotlight.files import shown
 from spotlight.market.prices import USUAL_GPU, price_list, usd_per_h
 from spotlight.records import Policy, Pool
+
+LOGGED_WORKERS = 100
+"""With more workers, the log of the dispatcher's decisions is not kept."""
 
 
 class Config(Section):
@@ -245,6 +247,11 @@ class Config(Section):
         return tuple(doubts_of(self))
 
     @property
+    def logs_decisions(self) -> bool:
+        """Whether the dispatcher's log is kept: with many workers it would be most of the run directory."""
+        return sum(pool.workers for _, pool in self.pools) <= LOGGED_WORKERS
+
+    @property
     def seeds_trained(self) -> int:
         """Samples of each prompt that are trained on."""
         return self.train.seeds_used or self.rollout.seeds_kept
@@ -346,7 +353,7 @@ class Config(Section):
                 f"strategy.widths = {shown(list(widths))} must be whole numbers from 1 on to {WIDTH_MAX}, ascending, "
                 "such as [1, 2, 4]"
             )
-        sizes = {"reserved": _largest_node(pools.reserved), "spot": _largest_node(pools.spot)}
+        sizes = {"reserved": pools.reserved.node_workers, "spot": pools.spot.node_workers}
         narrowest = widths[0] if self.strategy.elastic else widths[-1]
         for work, wanted, where in (
             ("rollouts", True, self.strategy.rollout_pools),
@@ -365,7 +372,3 @@ class Config(Section):
                 f"train.width = {self.train.width} needs as many workers on one machine, and training has machines of "
                 f"{largest}: make it smaller, or add workers to pools.{self.strategy.train_pools[0]} (workers_per_node)"
             )
-
-
-def _largest_node(pool: PoolSection) -> int:
-    return min(pool.workers, pool.workers_per_node)

@@ -75,10 +75,11 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     scored = reward_bytes(settings)
     rewards = {"networks of rewards": scored} if scored else {}
     encoders = sum(network.parameters for network in survey.encoders) * size
-    kept = _saved(survey.transformer, checkpointed=model.gradient_checkpointing) * row * passes * train.micro_batch
+    samples = math.ceil(settings.rollout.prompts * settings.seeds_trained / (train.updates * train.parts))
+    rows = min(train.micro_batch, samples * (1 if train.is_stepwise else train.timesteps))  # of the largest pass
+    kept = _saved(survey.transformer, checkpointed=model.gradient_checkpointing) * row * passes * rows
     kept *= 2 if train.algorithm == "dpo" else 1  # the better and the worse sample of a pair
     kept /= train.width  # each rank of a gang keeps those of its own tokens
-    samples = math.ceil(settings.rollout.prompts * settings.seeds_trained / (train.updates * train.parts))
     texts = samples * text_tokens(survey, model) * survey.transformer.config["joint_attention_dim"] * size  # of a part
     learned = {CAPTURED: kept * KEPT_LEARNING} if model.cuda_graphs and train.cuda_graphs else {}
     captured = {CAPTURED: denoising + sum(learned.values())} if model.cuda_graphs else {}

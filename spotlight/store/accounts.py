@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from json import dumps
 from math import inf, isfinite
 from operator import attrgetter, itemgetter
 from statistics import median
-from typing import Any
+from threading import RLock
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from spotlight.config import Config, PoolSection, PoolsSection
 from spotlight.files import shown
@@ -42,10 +44,23 @@ from spotlight.store.rundir import RunDir
 
 FOLD_SPANS = 2_000
 """Spans that are kept before old ones are summed up: half a megabyte."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _one_at_a_time(method: Callable[Concatenate[Accounts, P], T]) -> Callable[Concatenate[Accounts, P], T]:
+    """Of the methods of one object: the driver's thread adds to the accounts, while displays ask."""
+
+    @wraps(method)
+    def alone(self: Accounts, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return alone
 
 
 class Accounts:
-    """Spans and worker lives of one run; times are Unix seconds.
+    """Spans and worker lives of one run; times are Unix seconds. Any number of threads may use it.
 
     Args:
         watched: another process drives the run, so workers that have not left are alive.
@@ -55,6 +70,7 @@ class Accounts:
 
     def __init__(self, run: RunDir, config: Config, *, watched: bool = False, seen_s: float | None = None) -> None:
         self._run, self._config = run, config
+        self._lock = RLock()
         self._prices = pool_prices(config)
         self._spans: list[Span] = []
         self._latest_s: list[float] = []
@@ -94,6 +110,7 @@ class Accounts:
         if watched:
             self._fold_watched()
 
+    @_one_at_a_time
     def take(self, drained: Drained) -> None:
         """Add what the cluster reports: new spans, and lives of its workers that began or ended."""
         self._recoveries += recoveries(drained.events, self._broken)
@@ -110,6 +127,7 @@ class Accounts:
             self._measured = {}
             self._write_lives(drained.workers)
 
+    @_one_at_a_time
     def look(self) -> bool:
         """Read what is new of a watched run.
 
@@ -144,12 +162,14 @@ class Accounts:
         self._lives = {at: life for at, life in enumerate(lives) if watched and life.left_s is None}
         self._earlier = [_ended(life, last_s) for at, life in enumerate(lives) if at not in self._lives]
 
+    @_one_at_a_time
     def settle(self) -> None:
         """Write down until when workers of earlier sessions are paid for: what tells it of a killed one is lost with
         the next."""
         if self._earlier:
             self._write_lives({})
 
+    @_one_at_a_time
     def check(self) -> None:
         """Check that the journals are there by which a run is paid for; not while it goes on.
 
@@ -164,12 +184,14 @@ class Accounts:
                         "`spotlight report` does without"
                     )
 
+    @_one_at_a_time
     def until_s(self, now_s: float) -> float:
         """Now; where no worker is alive, the latest moment on record if this machine's clock is behind it."""
         if self.alive():
             return now_s
         return max([now_s, *self._latest_s[-1:], *(life.left_s or 0.0 for life in self._all())])
 
+    @_one_at_a_time
     def close(self, now_s: float) -> None:
         """End the session, and with it the lives of workers that are still alive."""
         self._lives, self._measured = {at: _ended(life, now_s) for at, life in self._lives.items()}, {}
@@ -177,6 +199,7 @@ class Accounts:
         self._write_lives(self._lives)
         self._ledger = None
 
+    @_one_at_a_time
     def measure(self, start_s: float, stop_s: float) -> dict[str, float]:
         """What is measured of a time window: seconds by phase and by worker, dollars, lost workers, recoveries."""
         window = (start_s, stop_s)
@@ -221,14 +244,17 @@ class Accounts:
                 self._pause_measured.setdefault(at, stop_s)
         return sum(lost_s for at, (_, lost_s) in enumerate(self._pauses) if self._pause_measured.get(at) == stop_s)
 
+    @_one_at_a_time
     def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
         """How reserved and spot workers shared an iteration."""
         return balance(self._since(began_s), self._all(), iteration, began_s=began_s, window_s=window_s)
 
+    @_one_at_a_time
     def usd_by_pool(self, now_s: float, since_s: float = 0.0) -> dict[str, float]:
         """Price of each pool's seconds, idle or not, up to ``now_s``."""
         return pool_usd(self._all(), self._prices, (since_s, now_s))
 
+    @_one_at_a_time
     def money(self, now_s: float) -> dict[str, Any]:
         """What was spent, and what a worker of each pool costs an hour now, for the page on the dashboard."""
         ledger = self.ledger(now_s)
@@ -242,6 +268,7 @@ class Accounts:
             "usd_per_h": {name: prices[name].at(now_s) for name, _ in self._config.pools},
         }
 
+    @_one_at_a_time
     def ledger(self, now_s: float) -> Ledger:
         """Where seconds and dollars went, as computed last: after each iteration, and at the run's end.
 
@@ -262,6 +289,7 @@ class Accounts:
         self._samples = ({} if first == 1 else self._samples) | samples_done(rows)
         return self._samples
 
+    @_one_at_a_time
     def spot_utilisation(self, now_s: float) -> float:
         alive_s = pool_seconds(self._all(), (0.0, now_s)).get("spot", 0.0)
         return min(1.0, (self._folded_busy_s + self._busy_s((self._folded_s, now_s))) / alive_s) if alive_s else 0.0
@@ -301,21 +329,26 @@ class Accounts:
         self._add_spans(spans)
         self._recoveries = [(at_s, lasted_s) for at_s, lasted_s in self._recoveries if at_s > until_s]
 
+    @_one_at_a_time
     def preemptions(self) -> int:
         return sum(life.pool == "spot" and life.was_taken for life in self._all())
 
+    @_one_at_a_time
     def lives(self) -> list[WorkerLife]:
         """The lives of all workers, over all sessions."""
         return self._all()
 
+    @_one_at_a_time
     def alive(self) -> dict[str, int]:
         """Workers alive now, by pool."""
         return dict(Counter(life.pool for life in self._lives.values() if life.left_s is None))
 
+    @_one_at_a_time
     def worked_s(self, until_s: float) -> float:
         """Seconds of earlier sessions, before ``until_s``, in which there was any worker."""
         return alive_s(self._earlier, until_s)
 
+    @_one_at_a_time
     def first_image_s(self, began_s: float) -> float | None:
         """Seconds from ``began_s``, the run's start, to the first finished request.
 

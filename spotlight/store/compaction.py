@@ -125,7 +125,6 @@ def _write(store: ZarrStore, iteration: int, generation: int, sources: Mapping[s
     metadata = array_metadata(("sample", "token", "channel"), (samples, N, C), (1, N, C), (shard_samples, N, C))
     run(store.delete_all(path))
     run(store.set(f"{path}/zarr.json", metadata))
-    array = store.open_array(path)
     written: dict[str, Compacted] = {}
     start, flushed, pending = 0, 0, np.empty((0, N, C), np.float32)
     for digest, (source, x_BNC) in zip(sources, _read([*sources.values()]), strict=True):
@@ -136,7 +135,7 @@ def _write(store: ZarrStore, iteration: int, generation: int, sources: Mapping[s
         start += len(x_BNC)
         whole = len(pending) if start == samples else len(pending) // shard_samples * shard_samples
         if whole:
-            array[flushed : flushed + whole] = pending[:whole]
+            store.write_rows(path, flushed, pending[:whole])
             flushed, pending = flushed + whole, pending[whole:]
     return written
 

@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from uuid import uuid4
@@ -32,11 +32,14 @@ MAKING = ".making-"
 """Begins the names of directories in which runs are made."""
 
 
-def create_run(settings: config.Config, now_s: float, *, simulated: bool = False) -> RunDir:
+def create_run(
+    settings: config.Config, now_s: float, *, simulated: bool = False, taken: Collection[str] = ()
+) -> RunDir:
     """Make a new directory, named after the run and the time, with the resolved settings in it.
 
     Args:
         simulated: no driver will hold it, so any file system will do.
+        taken: names of runs elsewhere that it may not have.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
     parent = settings.run.dir.rstrip("/") if is_url(settings.run.dir) else settings.run.dir
@@ -44,8 +47,9 @@ def create_run(settings: config.Config, now_s: float, *, simulated: bool = False
         check_reach(parent)
     for attempt in range(100):
         name = f"{settings.run.name}-{stamp}{f'-{attempt}' if attempt else ''}"
-        with contextlib.suppress(FileExistsError):
-            return _create(f"{parent}/{name}", settings, simulated=simulated)
+        if name not in taken:
+            with contextlib.suppress(FileExistsError):
+                return _create(f"{parent}/{name}", settings, simulated=simulated)
     raise SpotlightError(f"{parent}: a hundred runs named {settings.run.name!r} were started this second")
 
 

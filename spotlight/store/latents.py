@@ -30,8 +30,9 @@ Shapes: B samples of a request, N latent tokens, C channels, K latents of a wind
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import asdict
 from functools import cache, partial
 from hashlib import sha256
@@ -410,11 +411,14 @@ class LatentStore:
     async def _find(self, request: Request, steps: Sequence[int]) -> list[tuple[_Commit, Float32] | None]:
         """For each step its newest commit that verifies and belongs to this very request."""
         found: dict[int, tuple[_Commit, Float32]] = {}
-        async for commit in self._records(request.iteration, request.id):
-            if commit.step in steps and commit.step not in found and commit.digest == request.digest:
-                x_BNC = await self._latents(commit)
-                if x_BNC is not None:
-                    found[commit.step] = (commit, x_BNC)
+        async with aclosing(self._records(request.iteration, request.id)) as records:
+            async for commit in records:
+                if commit.step in steps and commit.step not in found and commit.digest == request.digest:
+                    x_BNC = await self._latents(commit)
+                    if x_BNC is not None:
+                        found[commit.step] = (commit, x_BNC)
+                if len(found) == len({*steps}):
+                    break
         return [found.get(step) for step in steps]
 
     async def _complete(self, iteration: int) -> dict[str, Clean]:
@@ -438,7 +442,7 @@ class LatentStore:
     def _read(self, commit: _Commit) -> Float32 | None:
         return run(self._latents(commit))
 
-    async def _records(self, iteration: int, request_id: str) -> AsyncIterator[_Commit]:
+    async def _records(self, iteration: int, request_id: str) -> AsyncGenerator[_Commit]:
         """Commits of a request whose record verifies, the furthest step first, among equals the newest epoch."""
         folder = _commits_path(iteration, request_id)
         matches = [match for name in await self._store.names(folder) if (match := _COMMIT.fullmatch(name))]

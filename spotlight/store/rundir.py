@@ -13,6 +13,7 @@ prompts, pictures, the report) has a copy in a directory of this machine.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import logging
 import os
@@ -148,7 +149,7 @@ class RunDir:
             check_reach(path)
         run = cls(path)
         if run.objects.size(config.RESOLVED) is None:
-            found, way_out = "no such directory", "`spotlight run CONFIG` makes one"
+            found, way_out = "no such directory", _alike(run.path) or "`spotlight run CONFIG` makes one"
             if run.is_remote or run.path.is_dir():
                 found = f"not a run directory: it has no {config.RESOLVED}"
                 way_out = ("" if run.is_remote else _latest_within(run.path)) or way_out
@@ -167,17 +168,19 @@ class RunDir:
     def pull(self, *, anew: bool = False) -> None:
         """Of a run at a URL, copy to this machine what others put there; not while its driver is on this machine.
 
+        Without the log of decisions, which may be gigabytes: only who drives the run needs it, to add to it.
+
         Args:
             anew: whether what is here already is read again.
         """
         if self._journals:
             with self._held(shared=True) as held:
                 if held:
-                    self._pull(anew=anew)
+                    self._pull([journal for journal in JOURNALS if journal != DECISIONS], anew=anew)
 
-    def _pull(self, *, anew: bool) -> None:
+    def _pull(self, journals: Iterable[str], *, anew: bool) -> None:
         assert self._journals, "a directory is all there is of a run in it"
-        replaced = [self._journals.pull(journal, anew=anew) for journal in JOURNALS]
+        replaced = [self._journals.pull(journal, anew=anew) for journal in journals]
         if anew or any(replaced):
             self._lines.recount()
         if anew:
@@ -300,7 +303,7 @@ class RunDir:
             lease.take(stop)
             try:
                 if self._journals:
-                    self._pull(anew=True)
+                    self._pull(JOURNALS, anew=True)
                     self.push(at_once=True)
                 try:
                     yield lease
@@ -544,6 +547,13 @@ def made_again(iteration: int) -> str:
     return (
         f"delete weights/v{iteration:05d}: `spotlight resume` then does iteration {iteration - 1} again, which makes it"
     )
+
+
+def _alike(path: Path) -> str:
+    """Names a run that is called nearly so and lies beside it; empty if there is none."""
+    runs = [file.parent.name for file in path.parent.glob(f"*/{config.RESOLVED}")]
+    close = difflib.get_close_matches(path.name, runs, n=1)
+    return f"did you mean {path.with_name(close[0])}?" if close else ""
 
 
 def _latest_within(folder: Path) -> str:

@@ -123,19 +123,23 @@ class ZarrStore:
 
     async def delete_partials(self, prefix: str) -> None:
         """Remove what killed writers left under a prefix."""
-        for key in [key async for key in self._store.list_prefix(prefix + "/")]:
-            if key.endswith(PARTIAL):
-                await self._store.delete(key)
+        with self._explaining(f"{self.url}/{prefix}", "listed"):
+            found = [key async for key in self._store.list_prefix(prefix + "/") if key.endswith(PARTIAL)]
+        for key in found:
+            await self.delete(key)
 
-    def open_array(self, path: str) -> Any:
-        """An existing Zarr array, to be read and written by slices."""
-        return zarr.open_array(self._store, path=path, mode="r+")
+    def write_rows(self, path: str, start: int, rows: Float32) -> None:
+        """Write rows of an existing float32 array."""
+        with self._explaining(f"{self.url}/{path}", "written"):
+            array = zarr.open_array(self._store, path=path, mode="r+", zarr_format=3)
+            array[start : start + len(rows)] = rows
 
     def rows(self, path: str, start: int, stop: int) -> Float32 | None:
         """Rows of a float32 array; None if they are absent or damaged."""
         try:
-            array = zarr.open_array(self._store, path=path, mode="r")
-            return np.asarray(array[start:stop], dtype="<f4")
+            with self._explaining(f"{self.url}/{path}", "read"):
+                array = zarr.open_array(self._store, path=path, mode="r", zarr_format=3)
+                return np.asarray(array[start:stop], dtype="<f4")
         except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
             # What zarr raises for a missing array, damaged metadata or a shard whose index fails its CRC.
             # A store that cannot be reached raises something else: that is no proof of damage.
