@@ -724,14 +724,24 @@ def test_a_workers_own_page_is_for_its_machine_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failures", "tries", "status"), [("kill -9 $$", 3, 0), ("exit 1", 1, 1), ("kill -TERM $PPID $$", 1, 0)]
+    ("failures", "cut_off_after_s", "tries", "status"),
+    [
+        ("kill -9 $$", 60, 3, 0),
+        ("exit 0", -1, 3, 0),
+        ("exit 0", 60, 1, 0),
+        ("exit 1", 60, 1, 1),
+        ("kill -TERM $PPID $$", 60, 1, 0),
+    ],
 )
-def test_a_worker_that_is_killed_starts_again_in_its_job_and_one_that_fails_or_is_told_to_leave_does_not(
-    tmp_path: Path, failures: str, tries: int, status: int
+def test_a_worker_that_is_killed_or_cut_off_starts_again_in_its_job_and_one_that_fails_or_is_told_to_leave_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: str, cut_off_after_s: int, tries: int, status: int
 ) -> None:
-    """The line of the job's script, with a shell for the step and another for the worker."""
+    """The line of the job's script, with a shell for the step and one for the worker, which is told the third time."""
+    monkeypatch.setattr(slurm_jobs, "CUT_OFF_AFTER_S", cut_off_after_s)
+    monkeypatch.setattr(slurm_jobs, "_WAIT", ":")
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho $4 >> {tmp_path}/tries\n[ $(wc -l < {tmp_path}/tries) = 3 ] || {failures}\n")
+    third = f"[ $(wc -l < {tmp_path}/tries) = 3 ]"
+    python.write_text(f"#!/bin/sh\necho $4 >> {tmp_path}/tries\n{third} && kill -TERM $PPID && exit 0\n{failures}\n")
     python.chmod(0o755)
     line = worker_line("spot", first=4, workers=2, cpus=1, python=str(python))
     step, _, rest = line.partition("--mpi=none ")

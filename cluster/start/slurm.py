@@ -454,12 +454,17 @@ def worker_line(pool: str, *, first: int, workers: int, cpus: int, python: str =
     """The command before the worker's arguments: each task of the step is a worker with a name of its own."""
     step = f"srun --ntasks={workers} --cpus-per-task={cpus} --kill-on-bad-exit=1 --mpi=none"
     worker = f'{shlex.quote(python)} "$@" --name {pool}-$(({first} + SLURM_PROCID))'
-    until_told = f'trap "told=1" TERM USR1; while {worker}; status=$?; {_WAS_KILLED}; do :; done; {_END}'
+    was_cut_off = f"[ $status = 0 ] && [ $(($(date +%s) - began)) -gt {CUT_OFF_AFTER_S} ] && {{ {_WAIT}; }}"
+    again = f'[ -z "$told" ] && {{ [ $status -gt 128 ] || {{ {was_cut_off}; }}; }} && [ -z "$told" ]'
+    until_told = f'trap "told=1" TERM USR1; while began=$(date +%s); {worker}; status=$?; {again}; do :; done; {_END}'
     return f"{step} sh -c {shlex.quote(until_told)} sh"
 
 
-_WAS_KILLED = '[ $status -gt 128 ] && [ -z "$told" ]'
-"""Shell test: killed by a signal, but not because the job is to end: for lack of memory, or by hand."""
+CUT_OFF_AFTER_S = 60
+"""A worker that leaves by itself after so long has lost its connection to the scheduler, and starts again. One that
+leaves sooner found no scheduler any more, or its machine is to be taken away."""
+_WAIT = "sleep 5 & wait $! || :"
+"""Shell: until a job that is to end has been told; a signal ends it."""
 _END = '[ -z "$told" ] || exit 0; exit $status'
 """Exit 0 if the worker was told to leave, even if a second signal killed it while it was leaving."""
 
