@@ -49,7 +49,7 @@ def test_advantages_are_divided_by_each_prompts_own_spread_where_the_published_r
     assert values(ROOT / "examples" / "presets" / f"{name}.toml")["train"]["advantage_std"] == "group"
 
 
-@pytest.mark.parametrize("name", ["xfuser", "spot-heavy"])
+@pytest.mark.parametrize("name", ["xfuser", "spot-heavy", "as-drawn"])
 def test_what_is_said_to_be_the_nft_recipes_is(name: str) -> None:
     preset, nft = ROOT / "examples" / "presets" / f"{name}.toml", values(ROOT / "examples" / "presets" / "nft.toml")
 

@@ -174,8 +174,8 @@ def _of_slurm(settings: Config) -> Iterator[str]:
     if settings.cluster.manager != "slurm":
         if given := [name for name, pool in pools if pool.slurm != SlurmSection()]:
             yield (
-                f'{", ".join(given)} counts nothing with cluster.manager = "{settings.cluster.manager}": all workers '
-                'are processes of this machine; set cluster.manager = "slurm", or use `spotlight submit`'
+                f'{", ".join(given)} counts nothing with cluster.manager = "{settings.cluster.manager}", for no job is '
+                'submitted; set cluster.manager = "slurm", or use `spotlight submit`'
             )
         return
     model = settings.model
