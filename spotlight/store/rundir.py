@@ -149,12 +149,14 @@ class RunDir:
             check_reach(path)
         run = cls(path)
         if run.objects.size(config.RESOLVED) is None:
-            found, way_out = "no such directory", _alike(run.path) or "`spotlight run CONFIG` makes one"
+            found, way_out = "no such directory", "`spotlight run CONFIG` makes one"
             if run.is_remote or run.path.is_dir():
                 found = f"not a run directory: it has no {config.RESOLVED}"
                 way_out = ("" if run.is_remote else _latest_within(run.path)) or way_out
             elif run.path.exists():
                 found = "a file, and no run directory"
+            else:
+                way_out = _alike(run.path) or way_out
             raise SpotlightError(f"{path}: {found}; {way_out}")
         if run._journals:
             run.pull(anew=True)
