@@ -215,7 +215,8 @@ def test_an_object_that_is_to_be_durable_has_its_name_on_the_disk(
 
     def sync(descriptor: int) -> None:
         place = Path(f"/proc/self/fd/{descriptor}").resolve()
-        synced.append((place.suffix or place.name, (tmp_path / "beliefs/00001.json").exists()))
+        if place.is_relative_to(tmp_path):  # another test's lease may still be renewed
+            synced.append((place.suffix or place.name, (tmp_path / "beliefs/00001.json").exists()))
         fsync(descriptor)
 
     with monkeypatch.context() as patched:

@@ -213,7 +213,8 @@ def test_a_version_is_on_the_disk_before_it_has_its_name_and_then_its_name_is(
 
     def synced(descriptor: int) -> None:
         place = Path(f"/proc/self/fd/{descriptor}").resolve()
-        flushed.extend(versions(tmp_path) if place == root else [place.name.partition("-v0")[0]])
+        if place.is_relative_to(tmp_path):  # another test's lease may still be renewed
+            flushed.extend(versions(tmp_path) if place == root else [place.name.partition("-v0")[0]])
         fsync(descriptor)
 
     with monkeypatch.context() as patched:
