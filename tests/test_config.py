@@ -941,10 +941,13 @@ WORKERS = ("pools.reserved.gpu=h100", "pools.spot.gpu=h100", "pools.spot.workers
     ("overrides", "says"),
     [
         (['pools.spot.slurm.partition="x"'], 'pools.spot.slurm counts nothing with cluster.manager = "local"'),
-        ([SLURM, "model.device=cuda"], "pools.reserved.slurm.gres = '' asks for no GPU, and a job has 1 workers"),
+        (
+            [SLURM, "model.device=cuda"],
+            "pools.reserved.slurm.gres = '': GPUs of a job: 0, and its workers",
+        ),
         (
             [SLURM, "model.device=cuda", "pools.reserved.slurm.gres=gpu", "pools.spot.slurm.gres=gpu:h100:4"],
-            "pools.spot.slurm.gres = 'gpu:h100:4' asks for 4 GPUs, and a job has 2 workers",
+            "pools.spot.slurm.gres = 'gpu:h100:4': GPUs of a job: 4, and its workers",
         ),
     ],
 )

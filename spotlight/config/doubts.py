@@ -185,11 +185,10 @@ def _of_slurm(settings: Config) -> Iterator[str]:
         asks_otherwise = any("gpu" in option for option in pool.slurm.extra)
         if name == "pools.reward.slurm" or pool.gpu == NO_GPU or asks_otherwise or pool.slurm.gpus == pool.node_workers:
             continue
-        asked = f"asks for {pool.slurm.gpus} GPUs" if pool.slurm.gres else "asks for no GPU"
         yield (
-            f"{name}.gres = {pool.slurm.gres!r} {asked}, and a job has {pool.node_workers} workers (workers, or "
-            "workers_per_node): where a worker finds no free GPU, it shares one with another; set "
-            f'"gpu:{pool.node_workers}"'
+            f"{name}.gres = {pool.slurm.gres!r}: GPUs of a job: {pool.slurm.gpus}, and its workers (workers, or "
+            f"workers_per_node): {pool.node_workers}; where a worker finds no free GPU, it shares one with another; "
+            f'set "gpu:{pool.node_workers}"'
         )
 
 
