@@ -343,6 +343,31 @@ def test_exploration_that_was_scored_before_it_was_called_off_is_not_lost(run: R
     assert isinstance(other, Dropped)
 
 
+def test_of_all_candidates_that_are_called_off_the_first_alone_reads_the_settings(
+    run: RunDir, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explored = replace(request_, purpose="explore")
+    sampling.rollout_shard(str(run.path), explored, "explore-r0-0/0", 0)  # or there would be no latents
+    signals.obey(CloseExploration(run=run.path.name, iteration=explored.iteration))
+    read: list[str] = []
+    config_of = RunDir.config
+
+    def counted(run: RunDir) -> config.Config:
+        read.append(run.name)
+        return config_of(run)
+
+    monkeypatch.setattr(RunDir, "config", counted)
+
+    def reads(seed: int) -> int:
+        read.clear()
+        other = replace(explored, seeds=(seed, seed + 1))
+        assert isinstance(sampling.rollout_shard(str(run.path), other, f"explore-r0-0/{seed}", 0), Dropped)
+        return len(read)
+
+    assert reads(10)
+    assert not any(reads(seed) for seed in range(20, 40, 2))
+
+
 def test_exploration_that_is_closed_before_it_is_scored_is_dropped_and_rollouts_are_not(
     run: RunDir, request_: Request
 ) -> None:

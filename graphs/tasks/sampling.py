@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 ShardResult = Rollout | Dropped | Surplus | Quarantined
 """What a shard of a request returns; the first shard's is the request's result."""
+_opened: dict[str, LatentStore] = {}
+"""{run directory: its latents}, where scores were looked for: the next iteration waits until all candidates that were
+called off have been, and the address is in the run's settings."""
 
 
 def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> ShardResult:
@@ -61,7 +64,9 @@ def _scored_before(run_dir: str, request: Request) -> Rollout | None:
 
 
 def _stored_scores(run_dir: str, request: Request) -> Scored | None:
-    store = _latents(run_dir)
+    if run_dir not in _opened and (found := _latents(run_dir)):
+        _opened[run_dir] = found
+    store = _opened.get(run_dir)
     known = store.known_scores(request) if store else None
     if known is None:
         return None
