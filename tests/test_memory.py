@@ -277,6 +277,29 @@ def test_both_samples_of_a_pair_count() -> None:
     assert pair.parts["activations"] == 2 * one.parts["activations"]
 
 
+def activations(prompts: int, seeds: int, **train: Any) -> float:
+    survey, settings = qwen_image(train={"micro_batch": 64, "kl": 0.0, **train})
+    rollout = settings.rollout.model_copy(update={"prompts": prompts, "seeds_kept": seeds})
+    settings = settings.model_copy(update={"rollout": rollout})
+    return memory.estimate(survey, settings, QwenImage.lora_targets)[-1].parts["activations"]
+
+
+def test_a_part_has_whole_prompts_and_the_largest_counts() -> None:
+    two_prompts = activations(16, 24, algorithm="awm", timesteps=1, parts=8)
+
+    assert activations(9, 24, algorithm="awm", timesteps=1, parts=8) == two_prompts
+    assert activations(8, 24, algorithm="awm", timesteps=1, parts=8) == two_prompts / 2
+
+
+def test_a_pass_over_pairs_has_as_many_rows_as_its_part_has_pairs() -> None:
+    one, default = (
+        activations(8, 24, algorithm="dpo", dpo_pairs=1, timesteps=2, parts=8, micro_batch=size) for size in (2, 64)
+    )
+
+    assert default == one  # a pair, at two noise levels
+    assert activations(8, 24, algorithm="dpo", dpo_pairs=2, timesteps=2, parts=8) == 2 * one
+
+
 def test_both_passes_of_true_guidance_are_kept_and_where_it_is_embedded_there_is_one() -> None:
     survey, settings = qwen_image()
     embedded = replace(survey, transformer=replace(survey.transformer, config={**survey.transformer.config, **EMBEDS}))

@@ -84,6 +84,8 @@ def test_metadata_are_the_same_whatever_the_order_of_a_rows_columns_and_without_
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": "\\ud83d"}', r"p\.jsonl:2: text that is not Unicode"),
         ("p.jsonl", '{"prompt": "a", "tag": "\\ud83d"}', r"p\.jsonl:1: text that is not Unicode"),
         ("p.csv", 'prompt\na\n"b' + "c" * 140_000, r"p\.csv:3: not CSV: .*quotation mark"),
+        ("p.csv", 'prompt\na\n"b\nc\n', r"p\.csv:3: not CSV"),
+        ("p.tsv", 'prompt\n"47" on a sign\n', r"p\.tsv:2: not CSV"),
         ("p.jsonl", "[1]", r"p\.jsonl:1: a JSON object is expected"),
         ("p.jsonl", '{"prompt": ""}', r"p\.jsonl:1: no prompt: .* there is prompt"),
         ("p.csv", "a,b\n1,2\n", r"p\.csv:2: no prompt: .* there is a, b"),

@@ -298,6 +298,19 @@ def test_a_clip_score_is_the_cosine_that_the_model_itself_gives(clip: Path) -> N
     assert len(set(cosines)) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_clip_that_is_stored_in_half_precision_computes_in_float32(
+    clip: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    half, same = (shutil.copytree(clip, tmp_path / name) for name in ("half", "same"))
+    rounded = CLIPModel.from_pretrained(clip).to(dtype)
+    rounded.save_pretrained(half)
+    rounded.float().save_pretrained(same)
+    prompts = ["a dog", "a red cat", "a dog"]
+
+    assert PickScorer(str(half))(pictures(), prompts) == PickScorer(str(same))(pictures(), prompts)
+
+
 def test_of_a_tall_picture_the_middle_is_seen_as_of_a_wide_one(clip: Path) -> None:
     scorer, picture = ClipScorer(str(clip)), pictures()[0]
 

@@ -19,6 +19,7 @@ from spotlight.plan.batching import SEEDS_MAX
 from spotlight.records import SpotlightError, record
 from spotlight.rl.checkpoints import DTYPE_BYTES, Network, Survey, stored_bytes
 from spotlight.rl.models.captured import KEPT_LEARNING
+from spotlight.rl.parts import Cut
 
 SAVED_DOUBLE, SAVED_SINGLE = 31, 27
 """Values that a block keeps for its backward pass, over S D: a block with a branch for the text, and one without (as in
@@ -75,8 +76,8 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     scored = reward_bytes(settings)
     rewards = {"networks of rewards": scored} if scored else {}
     encoders = sum(network.parameters for network in survey.encoders) * size
-    samples = math.ceil(settings.rollout.prompts * settings.seeds_trained / (train.updates * train.parts))
-    rows = min(train.micro_batch, samples * (1 if train.is_stepwise else train.timesteps))  # of the largest pass
+    samples, units = _largest_part(Cut.of(settings))
+    rows = min(train.micro_batch, units * (1 if train.is_stepwise else train.timesteps))  # of the largest pass
     kept = _saved(survey.transformer, checkpointed=model.gradient_checkpointing) * row * passes * rows
     kept *= 2 if train.algorithm == "dpo" else 1  # the better and the worse sample of a pair
     kept /= train.width  # each rank of a gang keeps those of its own tokens
@@ -179,6 +180,16 @@ def _trained_bytes(transformer: Network, train: TrainSection, targets: Sequence[
     ends = tuple(f".{target}.weight" for target in targets)
     layers = [shape for name, shape in transformer.shapes.items() if name.endswith(ends)]
     return float((OPTIMIZER_BYTES + 4 * copies) * train.lora_rank * sum(map(sum, layers)))
+
+
+def _largest_part(cut: Cut) -> tuple[int, int]:
+    """Samples of the largest part of an update, and what its objective has rows of: the same, or pairs of them."""
+    pairs = min(cut.pairs, cut.seeds // 2)  # of a prompt
+    if cut.updates > 1:
+        units = math.ceil(math.ceil(cut.prompts * (pairs or cut.seeds) / cut.updates) / cut.count)
+        return units * (2 if pairs else 1), units
+    samples = max(len(cut.span(part)) for part in range(cut.count))
+    return samples, (samples // cut.seeds * pairs if pairs else samples)
 
 
 def _vae_channels(vae: Network) -> int:

@@ -112,7 +112,7 @@ def _rows_of_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _rows_of_table(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     delimiter = DELIMITERS[path.suffix.lower()]
-    table = csv.DictReader(io.StringIO(_text(path), newline=""), delimiter=delimiter)
+    table = csv.DictReader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
     try:
         headings = table.fieldnames or ()
         if twice := sorted({name for name in headings if headings.count(name) > 1}):
@@ -126,7 +126,8 @@ def _rows_of_table(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield table.line_num - FIRST_ROW, row
     except csv.Error as error:
         raise SpotlightError(
-            f"{path}:{table.line_num + 1}: not CSV: {error}; is a quotation mark not closed, here or before?"
+            f"{path}:{table.line_num + 1}: not CSV: {error}; is a quotation mark not closed, here or before? "
+            'A cell that begins with one is written """47"" on a sign"'
         ) from None
 
 

@@ -103,9 +103,11 @@ class ClipScorer(Scorer):
 
     @cached_property
     def _model(self) -> Any:
+        import torch
         from transformers import CLIPModel
 
-        return network(CLIPModel, self._path, unused=() if self.reads_text else ("text_", "logit_scale"))
+        unused = () if self.reads_text else ("text_", "logit_scale")
+        return network(CLIPModel, self._path, dtype=torch.float32, unused=unused)  # also where it is stored in half
 
     @cached_property
     def _tokenizer(self) -> Any:
