@@ -923,5 +923,4 @@ def test_an_update_learns_from_all_its_rows_if_one_part_can_be_learnt_from_or_th
 
     assert rows_to_learn_from(TrainSection(), [(4, alike), (2, apart), (0, {})]) == 6
     assert rows_to_learn_from(TrainSection(), [(4, alike), (2, alike), (0, {})]) == 0
-    assert rows_to_learn_from(TrainSection(algorithm="awm", kl=0.1), [(4, alike), (2, alike), (0, {})]) == 6
-    assert rows_to_learn_from(TrainSection(algorithm="nft", kl=0.1), [(4, alike), (2, alike), (0, {})]) == 0
+    assert rows_to_learn_from(TrainSection(kl=0.1), [(4, alike), (2, alike), (0, {})]) == 6

@@ -94,14 +94,12 @@ def rows_to_learn_from(settings: TrainSection, parts: Sequence[tuple[int, Mappin
     """Rows of an update; 0 where no sample was better than another and there is no KL term, so that no step is taken.
 
     The gradient is then rounding alone, of which AdamW would make a step of full size. In DiffusionNFT with an old
-    policy it is a pull towards that one, which is left out, too: also with a KL term, which it outweighs.
+    policy it is a pull towards that one, which is left out, too.
 
     Args:
         parts: ``(rows, metrics)`` of each.
     """
-    if (not settings.kl or settings.algorithm == "nft") and all(
-        metrics.get(ADVANTAGE_MAX) == 0 for rows, metrics in parts if rows
-    ):
+    if not settings.kl and all(metrics.get(ADVANTAGE_MAX) == 0 for rows, metrics in parts if rows):
         return 0
     return sum(rows for rows, _ in parts)
 
